@@ -1,0 +1,647 @@
+"""The activation table: one entry = forward, derivative, torch reference, aliases. A new activation is one entry.
+
+In the kernels an activation is `fn(u, a, b, FAST, PTX)`: u fp32, (a, b) the entry's parameters as fp32 scalars, FAST
+allows approximations that a 16-bit result hides, PTX allows NVIDIA's inline assembly for them. The derivative has the
+same form. In torch it is `forward(u, *parameters)` and `backward(grad, u, *parameters)`, PyTorch's own functions, so
+that the values at kinks and infinities are PyTorch's by construction.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._triton import jit, tl
+
+aten = torch.ops.aten
+
+
+# ------------------------------------------------------------------------------------- functions of fp32, Triton
+
+
+@jit
+def _exp(x, FAST: tl.constexpr, PTX: tl.constexpr):
+    """e**x. Fast: ex2.approx. Accurate: 2**hi times e**lo, where lo is what rounding x * log2(e) lost; 2 ulp."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if FAST:
+        if PTX:
+            y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], tl.float32, True, 1)
+        else:
+            y = tl.exp2(x * LOG2E)
+    else:
+        x = tl.clamp(x, -150.0, 89.0, tl.PropagateNan.ALL)  # beyond: 0 and inf, without inf - inf
+        hi = x * LOG2E
+        lo = tl.fma(x, LOG2E, -hi) + x * 1.925963033500012e-08  # log2(e) is its fp32 value plus this
+        y = tl.exp2(hi)
+        y = tl.where(x < 88.8, tl.fma(y, lo * 0.6931471805599453, y), y)
+    return y
+
+
+@jit
+def _divide(n, d, FAST: tl.constexpr, PTX: tl.constexpr):
+    """n / d, correctly rounded unless FAST."""
+    if FAST:
+        if PTX:
+            y = n * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
+        else:
+            y = n / d
+    else:
+        y = tl.div_rn(n, d)
+    return y
+
+
+@jit
+def _expm1(x, FAST: tl.constexpr, PTX: tl.constexpr):
+    """e**x - 1; near 0, where the difference cancels, by its Taylor polynomial (remainder below 1e-8 for |x| < 0.3)."""
+    taylor = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040)))))))
+    return tl.where(tl.abs(x) < 0.3, taylor, _exp(x, FAST, PTX) - 1.0)
+
+
+@jit
+def _log1p(x):
+    """log(1 + x) for x >= 0: log(w) plus, to first order, what rounding w = 1 + x lost."""
+    w = 1.0 + x
+    return tl.log(w) + (x - (w - 1.0)) / w
+
+
+@jit
+def _sigmoid(x, FAST: tl.constexpr, PTX: tl.constexpr):
+    return _divide(1.0, 1.0 + _exp(-x, FAST, PTX), FAST, PTX)
+
+
+@jit
+def _tanh(x, FAST: tl.constexpr, PTX: tl.constexpr):
+    """tanh(|x|) = z / (z + 2) with z = e**(2|x|) - 1; it is 1 in fp32 from 9.1 on. tanh.approx is too coarse for fp16."""
+    z = _expm1(2.0 * tl.minimum(tl.abs(x), 10.0, tl.PropagateNan.ALL), FAST, PTX)
+    y = _divide(z, z + 2.0, FAST, PTX)
+    return tl.where(x < 0, -y, y)
+
+
+@jit
+def _normal(x, FAST: tl.constexpr, PTX: tl.constexpr):
+    """(cdf, e**(-x**2 / 2)) of the standard normal distribution at x."""
+    bell = _exp(-0.5 * x * x, FAST, PTX)
+    if FAST:
+        # Tail = polynomial in t = 1 / (1 + 0.38 |x|) times the exponential that the density needs anyway, in the form of
+        # Abramowitz and Stegun 7.1.26, with coefficients fitted for the smallest relative error: 3.6e-5 on all of [0, 14]
+        t = _divide(1.0, 1.0 + 0.38 * tl.abs(x), FAST, PTX)
+        poly = 0.09197871 + t * (0.18887768 + t * -0.08992884)
+        tail = bell * (t * (0.1512251 + t * (0.15782983 + t * poly)))
+        cdf = tl.where(x < 0, tail, 1.0 - tail)
+    else:
+        cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    return cdf, bell
+
+
+# --------------------------------------------------------------- forward(u) and backward(g, u) = g * f'(u), Triton
+# NaN passes through every comparison to the branch that keeps it, as in PyTorch.
+
+
+@jit
+def _identity(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u
+
+
+@jit
+def _identity_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return g
+
+
+@jit
+def _relu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.maximum(u, 0.0, tl.PropagateNan.ALL)
+
+
+@jit
+def _relu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u <= 0, 0.0, g)
+
+
+@jit
+def _leaky_relu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u > 0, u, a * u)
+
+
+@jit
+def _leaky_relu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u > 0, g, a * g)
+
+
+@jit
+def _relu_squared(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    r = tl.maximum(u, 0.0, tl.PropagateNan.ALL)
+    return r * r
+
+
+@jit
+def _relu_squared_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u <= 0, 0.0, 2.0 * g * u)
+
+
+@jit
+def _gelu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    cdf, bell = _normal(u, FAST, PTX)
+    return u * cdf
+
+
+@jit
+def _gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    cdf, bell = _normal(u, FAST, PTX)
+    return g * (cdf + 0.3989422804014327 * u * bell)
+
+
+@jit
+def _gelu_tanh(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), which keeps its relative accuracy in the tail
+    return u * _sigmoid(u * (1.5957691216057308 + 0.07135481282553506 * u * u), FAST, PTX)
+
+
+@jit
+def _gelu_tanh_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    v = tl.clamp(u, -20.0, 20.0, tl.PropagateNan.ALL)  # s is 0 or 1 beyond, and v**3 stays finite
+    s = _sigmoid(v * (1.5957691216057308 + 0.07135481282553506 * v * v), FAST, PTX)
+    slope = v * (1.5957691216057308 + 0.21406443847660518 * v * v)
+    return g * (s + slope * s * (1.0 - s))
+
+
+@jit
+def _quick_gelu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u * _sigmoid(1.702 * u, FAST, PTX)
+
+
+@jit
+def _quick_gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    s = _sigmoid(1.702 * u, FAST, PTX)
+    return g * (s * (1.0 + 1.702 * u * (1.0 - s)))
+
+
+@jit
+def _silu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u * _sigmoid(u, FAST, PTX)
+
+
+@jit
+def _silu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    s = _sigmoid(u, FAST, PTX)
+    return g * (s * (1.0 + u * (1.0 - s)))
+
+
+@jit
+def _mish(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    # tanh(log(1 + e)) = n / (n + 2) with e = e**u, n = e * (e + 2); it is 1 in fp32 from u = 9 on
+    e = _exp(tl.minimum(u, 20.0, tl.PropagateNan.ALL), FAST, PTX)
+    n = e * (e + 2.0)
+    return u * _divide(n, n + 2.0, FAST, PTX)
+
+
+@jit
+def _mish_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    v = tl.minimum(u, 20.0, tl.PropagateNan.ALL)
+    e = _exp(v, FAST, PTX)
+    n = e * (e + 2.0)
+    r = _divide(1.0, n + 2.0, FAST, PTX)
+    return g * (n * r + 4.0 * v * (e * r) * ((e + 1.0) * r))
+
+
+@jit
+def _elu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u > 0, u, a * _expm1(u, FAST, PTX))
+
+
+@jit
+def _elu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u > 0, g, g * (a * _exp(u, FAST, PTX)))
+
+
+@jit
+def _selu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return 1.0507009873554805 * tl.where(u > 0, u, 1.6732632423543772 * _expm1(u, FAST, PTX))
+
+
+@jit
+def _selu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return 1.0507009873554805 * tl.where(u > 0, g, g * (1.6732632423543772 * _exp(u, FAST, PTX)))
+
+
+@jit
+def _celu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u > 0, u, a * _expm1(u * (1.0 / a), FAST, PTX))
+
+
+@jit
+def _celu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u > 0, g, g * _exp(u * (1.0 / a), FAST, PTX))
+
+
+@jit
+def _softplus(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    v = a * u
+    log_sum = tl.maximum(v, 0.0, tl.PropagateNan.ALL) + _log1p(_exp(-tl.abs(v), FAST, PTX))
+    return tl.where(v > b, u, log_sum * (1.0 / a))
+
+
+@jit
+def _softplus_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(a * u > b, g, g * _sigmoid(a * u, FAST, PTX))
+
+
+@jit
+def _softsign(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u / (1.0 + tl.abs(u)) if FAST else tl.div_rn(u, 1.0 + tl.abs(u))  # rcp.approx is 0 beyond 2**126
+
+
+@jit
+def _softsign_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    r = _divide(1.0, 1.0 + tl.abs(u), FAST, PTX)
+    return g * r * r
+
+
+@jit
+def _sigmoid_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    s = _sigmoid(u, FAST, PTX)
+    return g * (s * (1.0 - s))
+
+
+@jit
+def _sigmoid_forward(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return _sigmoid(u, FAST, PTX)
+
+
+@jit
+def _tanh_forward(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return _tanh(u, FAST, PTX)
+
+
+@jit
+def _tanh_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    t = _tanh(u, FAST, PTX)
+    return g * ((1.0 - t) * (1.0 + t))
+
+
+@jit
+def _hardsigmoid(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.clamp(u + 3.0, 0.0, 6.0, tl.PropagateNan.ALL) * (1 / 6)
+
+
+@jit
+def _hardsigmoid_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(tl.abs(u) < 3.0, g * (1 / 6), 0.0)
+
+
+@jit
+def _hardswish(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u * (tl.clamp(u + 3.0, 0.0, 6.0, tl.PropagateNan.ALL) * (1 / 6))
+
+
+@jit
+def _hardswish_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u <= -3.0, 0.0, tl.where(u < 3.0, g * (u * (1 / 3) + 0.5), g))
+
+
+@jit
+def _hardtanh(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.clamp(u, a, b, tl.PropagateNan.ALL)
+
+
+@jit
+def _hardtanh_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where((u <= a) | (u >= b), 0.0, g)
+
+
+@jit
+def _relu6(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.clamp(u, 0.0, 6.0, tl.PropagateNan.ALL)
+
+
+@jit
+def _relu6_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where((u <= 0) | (u >= 6.0), 0.0, g)
+
+
+@jit
+def _smelu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    r = tl.maximum(u + a, 0.0, tl.PropagateNan.ALL)
+    return tl.where(u >= a, u, r * r * (0.25 / a))
+
+
+@jit
+def _smelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return g * tl.clamp((u + a) * (0.5 / a), 0.0, 1.0, tl.PropagateNan.ALL)
+
+
+@jit
+def _star_relu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    r = tl.maximum(u, 0.0, tl.PropagateNan.ALL)
+    return a * r * r + b
+
+
+@jit
+def _star_relu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.where(u <= 0, 0.0, 2.0 * a * g * u)
+
+
+# ---------------------------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One activation.
+
+    Attributes:
+        kernel, kernel_backward: the @triton.jit pair, f(u, a, b, FAST, PTX) and g * f'(u) as fn(g, u, a, b, FAST, PTX).
+        forward, backward: the torch pair, f(u, *parameters), differentiable, and g * f'(u) as fn(g, u, *parameters).
+        parameters: names and default values, at most two; named as PyTorch names them.
+        aliases: other names; the transformers library's are among them.
+        twins: torch.nn modules and functions that compute it, or a class's full name where its library is optional;
+            (twin, keyword, values) where it does so only with one of these values (None: not given).
+        check: raises ValueError for parameters outside the domain.
+    """
+
+    kernel: Any
+    kernel_backward: Any
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
+    parameters: dict[str, float] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    twins: tuple[Any, ...] = ()
+    check: Callable[..., None] | None = None
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _smelu_torch(u: Tensor, beta: float) -> Tensor:
+    return torch.where(u >= beta, u, (u + beta).clamp_min(0).square() / (4 * beta))
+
+
+_HF = "transformers.activations."
+
+TABLE: dict[str, Entry] = {
+    "identity": Entry(
+        _identity,
+        _identity_backward,
+        lambda u: u,
+        lambda g, u: g,
+        aliases=("linear", "none"),
+        twins=(nn.Identity, _HF + "LinearActivation"),
+    ),
+    "relu": Entry(
+        _relu,
+        _relu_backward,
+        F.relu,
+        lambda g, u: aten.threshold_backward(g, u, 0),
+        twins=(nn.ReLU, F.relu, torch.relu),
+    ),
+    "leaky_relu": Entry(
+        _leaky_relu,
+        _leaky_relu_backward,
+        F.leaky_relu,
+        lambda g, u, negative_slope: aten.leaky_relu_backward(g, u, negative_slope, False),
+        {"negative_slope": 0.01},
+        twins=(nn.LeakyReLU, F.leaky_relu),
+    ),
+    "relu_squared": Entry(
+        _relu_squared,
+        _relu_squared_backward,
+        lambda u: F.relu(u).square(),
+        lambda g, u: aten.threshold_backward(2 * g * u, u, 0),
+        aliases=("squared_relu", "relu2"),
+        twins=(_HF + "ReLUSquaredActivation",),
+    ),
+    "gelu": Entry(
+        _gelu,
+        _gelu_backward,
+        F.gelu,
+        aten.gelu_backward,
+        aliases=("gelu_python", "gelu_erf"),
+        twins=(
+            (nn.GELU, "approximate", ("none",)),
+            (F.gelu, "approximate", ("none", None)),
+            _HF + "GELUActivation",
+        ),
+    ),
+    "gelu_tanh": Entry(
+        _gelu_tanh,
+        _gelu_tanh_backward,
+        lambda u: F.gelu(u, approximate="tanh"),
+        lambda g, u: aten.gelu_backward(g, u, approximate="tanh"),
+        aliases=("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "approx_gelu"),
+        twins=(
+            (nn.GELU, "approximate", ("tanh",)),
+            (F.gelu, "approximate", ("tanh",)),
+            _HF + "GELUTanh",
+            _HF + "NewGELUActivation",
+            _HF + "FastGELUActivation",
+        ),
+    ),
+    "quick_gelu": Entry(
+        _quick_gelu,
+        _quick_gelu_backward,
+        lambda u: u * torch.sigmoid(1.702 * u),
+        lambda g, u: aten.silu_backward(g, 1.702 * u),
+        twins=(_HF + "QuickGELUActivation",),
+    ),
+    "silu": Entry(
+        _silu,
+        _silu_backward,
+        F.silu,
+        aten.silu_backward,
+        aliases=("swish",),
+        twins=(nn.SiLU, F.silu, _HF + "SiLUActivation"),
+    ),
+    "mish": Entry(
+        _mish, _mish_backward, F.mish, aten.mish_backward, twins=(nn.Mish, F.mish, _HF + "MishActivation")
+    ),
+    "elu": Entry(
+        _elu,
+        _elu_backward,
+        F.elu,
+        lambda g, u, alpha: aten.elu_backward(g, alpha, 1, 1, False, u),
+        {"alpha": 1.0},
+        twins=(nn.ELU, F.elu),
+    ),
+    "selu": Entry(
+        _selu,
+        _selu_backward,
+        F.selu,
+        lambda g, u: aten.elu_backward(g, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1, False, u),
+        twins=(nn.SELU, F.selu, torch.selu),
+    ),
+    "celu": Entry(
+        _celu,
+        _celu_backward,
+        F.celu,
+        lambda g, u, alpha: aten.elu_backward(g, alpha, 1, 1 / alpha, False, u),
+        {"alpha": 1.0},
+        twins=(nn.CELU, F.celu, torch.celu),
+        check=lambda alpha: _require(alpha != 0, f"alpha: got {alpha}, takes any number but 0"),
+    ),
+    "softplus": Entry(
+        _softplus,
+        _softplus_backward,
+        F.softplus,
+        aten.softplus_backward,
+        {"beta": 1.0, "threshold": 20.0},
+        twins=(nn.Softplus, F.softplus),
+        check=lambda beta, threshold: _require(beta != 0, f"beta: got {beta}, takes any number but 0"),
+    ),
+    "softsign": Entry(
+        _softsign,
+        _softsign_backward,
+        F.softsign,
+        lambda g, u: g / (1 + u.abs()).square(),
+        twins=(nn.Softsign, F.softsign),
+    ),
+    "sigmoid": Entry(
+        _sigmoid_forward,
+        _sigmoid_backward,
+        torch.sigmoid,
+        lambda g, u: aten.sigmoid_backward(g, torch.sigmoid(u)),
+        twins=(nn.Sigmoid, torch.sigmoid, F.sigmoid),
+    ),
+    "tanh": Entry(
+        _tanh_forward,
+        _tanh_backward,
+        torch.tanh,
+        lambda g, u: aten.tanh_backward(g, torch.tanh(u)),
+        twins=(nn.Tanh, torch.tanh, F.tanh),
+    ),
+    "hardsigmoid": Entry(
+        _hardsigmoid,
+        _hardsigmoid_backward,
+        lambda u: F.relu6(u + 3) / 6,  # PyTorch has no second derivative of its own function
+        aten.hardsigmoid_backward,
+        aliases=("hard_sigmoid",),
+        twins=(nn.Hardsigmoid, F.hardsigmoid),
+    ),
+    "hardswish": Entry(
+        _hardswish,
+        _hardswish_backward,
+        F.hardswish,
+        aten.hardswish_backward,
+        aliases=("hard_swish",),
+        twins=(nn.Hardswish, F.hardswish),
+    ),
+    "hardtanh": Entry(
+        _hardtanh,
+        _hardtanh_backward,
+        F.hardtanh,
+        aten.hardtanh_backward,
+        {"min_val": -1.0, "max_val": 1.0},
+        twins=(nn.Hardtanh, F.hardtanh),
+        check=lambda lo, hi: _require(lo <= hi, f"min_val: got {lo}, takes a number not above max_val = {hi}"),
+    ),
+    "relu6": Entry(
+        _relu6,
+        _relu6_backward,
+        F.relu6,
+        lambda g, u: aten.hardtanh_backward(g, u, 0, 6),
+        twins=(nn.ReLU6, F.relu6),
+    ),
+    "smelu": Entry(  # Shamir et al., "Real world large scale recommendation systems reproducibility", 2022
+        _smelu,
+        _smelu_backward,
+        _smelu_torch,
+        lambda g, u, beta: g * ((u + beta) / (2 * beta)).clamp(0, 1),
+        {"beta": 2.0},
+        check=lambda beta: _require(beta > 0, f"beta: got {beta}, takes a number above 0"),
+    ),
+    "star_relu": Entry(  # Yu et al., "MetaFormer baselines for vision", 2022
+        _star_relu,
+        _star_relu_backward,
+        lambda u, scale, bias: scale * F.relu(u).square() + bias,
+        lambda g, u, scale, bias: aten.threshold_backward(2 * scale * g * u, u, 0),
+        {"scale": 0.8944, "bias": -0.4472},
+    ),
+}
+
+_NAMES = {alias: name for name, entry in TABLE.items() for alias in (name, *entry.aliases)}
+
+
+class Activation(NamedTuple):
+    """A resolved activation: the table's name and the values of its parameters, in the table's order."""
+
+    name: str
+    parameters: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        given = zip(TABLE[self.name].parameters, self.parameters, strict=True)
+        return self.name + "".join(f", {name}={value:g}" for name, value in given)
+
+
+_PLAIN = {alias: Activation(name, tuple(TABLE[name].parameters.values())) for alias, name in _NAMES.items()}
+
+
+def activations() -> list[str]:
+    """The names of all activations, without aliases."""
+    return list(TABLE)
+
+
+def activation(spec: Any, **parameters: float) -> Activation:
+    """Resolves an activation.
+
+    Args:
+        spec: a name or alias (`"gelu"`, `"swish"`, ...), a `torch.nn` activation module, a `torch.nn.functional`
+            function, a `functools.partial` of one with keyword arguments, or a result of this function.
+        parameters: values that replace the defaults, named as in PyTorch: `activation("leaky_relu", negative_slope=0.2)`.
+    Returns:
+        Activation, which every `activation=` argument takes.
+    Raises:
+        ValueError: an unknown name or function, an unknown parameter, or a value outside the parameter's domain.
+        TypeError: a parameter that is not a number, or a spec of no kind named above.
+    """
+    if not parameters:
+        if isinstance(spec, str) and spec in _PLAIN:
+            return _PLAIN[spec]
+        if isinstance(spec, Activation):
+            return spec
+    return _resolve(spec, parameters)
+
+
+def _resolve(spec: Any, parameters: dict[str, Any]) -> Activation:
+    if isinstance(spec, functools.partial) and not spec.args:
+        return _resolve(spec.func, {**spec.keywords, **parameters})
+    if isinstance(spec, str):
+        name = _NAMES.get(spec)
+    elif isinstance(spec, Activation):
+        name = spec.name
+        parameters = {**dict(zip(TABLE[name].parameters, spec.parameters, strict=True)), **parameters}
+    elif isinstance(spec, nn.Module):
+        name, parameters = _twin(type(spec), {**vars(spec), **parameters}, is_module=True)
+    elif callable(spec):
+        name, parameters = _twin(spec, parameters)
+    else:
+        raise TypeError(f"activation: got {type(spec).__name__}, takes a name, a torch.nn module or a function")
+    if name is None:
+        raise ValueError(f"activation: got {spec!r}, takes one of {', '.join(TABLE)}, or a torch twin of one")
+    entry = TABLE[name]
+    values = {**entry.parameters, **parameters}
+    if unknown := values.keys() - entry.parameters.keys():
+        takes = ", ".join(entry.parameters) or "none"
+        raise ValueError(f"activation: got parameter {', '.join(sorted(unknown))} for {name}, which takes {takes}")
+    for parameter, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{parameter}: got {type(value).__name__}, takes a number")
+        _require(math.isfinite(value), f"{parameter}: got {value}, takes a finite number")
+    if entry.check is not None:
+        entry.check(*values.values())
+    return Activation(name, tuple(float(value) for value in values.values()))
+
+
+def _twin(twin: Any, given: dict[str, Any], is_module: bool = False) -> tuple[str | None, dict[str, Any]]:
+    """The entry that a torch class or function computes under the given keywords, and the parameters among them."""
+    full_name = f"{getattr(twin, '__module__', '')}.{getattr(twin, '__qualname__', '')}"
+    for name, entry in TABLE.items():
+        for candidate in entry.twins:
+            known, keyword, values = candidate if isinstance(candidate, tuple) else (candidate, "inplace", None)
+            if (known is twin or known == full_name) and (values is None or given.get(keyword) in values):
+                # a module's dict holds more than parameters; a function's keywords are all meant
+                return name, {k: v for k, v in given.items() if k in entry.parameters or not (is_module or k == keyword)}
+    return None, given

@@ -1,0 +1,1 @@
+"""The Triton kernels, one file an operation family."""

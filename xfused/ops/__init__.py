@@ -1,0 +1,1 @@
+"""The operations, one file a family: schema, fake, launcher, autograd.Function and public function."""
