@@ -26,8 +26,6 @@ except ImportError:  # no Triton on this platform: the torch path serves every d
     tl = _Absent()
 
 
-
-
 def jit(fn: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """`triton.jit`; names in `do_not_specialize` that a kernel does not have are left out. Without Triton: nothing."""
     if fn is None:

@@ -41,7 +41,9 @@ class BiasActDropout(nn.Module):
         self.features = features
         self.activation = resolve(activation)
         self.p = p
-        self.register_parameter("bias", nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

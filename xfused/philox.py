@@ -110,13 +110,13 @@ def drop(y, words, K: tl.constexpr, last_dropped, PTX: tl.constexpr):
 
 
 def philox_torch(
-    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int, rounds: int = 10
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int | Tensor, k1: int | Tensor, rounds: int = 10
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32 in plain torch.
 
     Args:
         c0, c1, c2, c3: int64 tensors holding unsigned 32-bit counter words; they broadcast.
-        k0, k1: unsigned 32-bit key words.
+        k0, k1: unsigned 32-bit key words, ints or int64 tensors of one element.
         rounds: 10 by the contract.
     Returns:
         Four int64 tensors holding unsigned 32-bit words.
@@ -147,7 +147,7 @@ def keep_scale(p: float) -> float:
 def keep_mask_torch(
     rows: int, cols: int, p: float, seed: Tensor, origin: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """The contract's keep mask in plain torch: bool, shape (rows, cols), on `device`; seed int64 (2,) there or on CPU."""
+    """The contract's keep mask in plain torch: bool (rows, cols), on `device`; seed int64 (2,) there or on the CPU."""
     T = threshold(p)
     if T == 0 or T > _LOW or rows == 0 or cols == 0:
         return torch.full((rows, cols), T == 0, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""The operations in plain torch, given a mask: the CPU path, the float64 path, the double backward, and the tests' oracle.
+"""The operations in plain torch, given a mask: CPU path, float64 path, double backward, and the tests' oracle.
 
 The forward is differentiable to any order. 16-bit tensors are computed in fp32 and rounded once, as in the kernels.
 """

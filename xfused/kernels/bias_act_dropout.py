@@ -9,8 +9,7 @@ row in the tensor = 8 * group + K - skip.
 from .._triton import jit, tl
 from ..philox import draw_words, drop, row_draw
 
-
-# Values that change from call to call must not change the compiled kernel (Triton would specialise 1 and multiples of 16).
+# Values that change from call to call must not change the compiled kernel: Triton specialises 1 and multiples of 16
 _VARYING = ["key", "offset", "last_dropped", "group0", "col0", "skip", "m", "blocks_n", "splits", "split_groups"]
 
 
@@ -47,12 +46,17 @@ def tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0
 
 
 @jit
-def load_rows(tile_ptr, stride, rows, first, end, in_n):
+def inside_rows(rows, k, first, end, in_n, WHOLE: tl.constexpr):
+    """Which elements of the k-th subtile exist; where only whole groups do, one answer serves all eight."""
+    return (rows < end) & in_n if WHOLE else (rows + k >= first) & (rows + k < end) & in_n
+
+
+@jit
+def load_rows(tile_ptr, stride, rows, first, end, in_n, WHOLE: tl.constexpr):
     """The tile's eight subtiles; elements outside the tensor read as 0."""
     loaded = ()
     for k in tl.static_range(8):
-        inside = (rows + k >= first) & (rows + k < end) & in_n
-        loaded = loaded + (tl.load(tile_ptr + k * stride, inside, 0.0),)
+        loaded = loaded + (tl.load(tile_ptr + k * stride, inside_rows(rows, k, first, end, in_n, WHOLE), 0.0),)
     return loaded
 
 
@@ -99,7 +103,7 @@ def forward_kernel(
     in_n = cols < tl.minimum(n - tile_col, BLOCK_N).to(tl.int32)
 
     x_tile = x_ptr + (tile_row * stride_x + tile_col) + rows.to(tl.int64) * stride_x + cols
-    xs = load_rows(x_tile, stride_x, rows, first, end, in_n)
+    xs = load_rows(x_tile, stride_x, rows, first, end, in_n, False)
     if bias_ptr is not None:
         bias = load_bias(bias_ptr + tile_col, cols, in_n, BLOCK_G, BLOCK_N, PTX)
     if DROPOUT:
@@ -113,7 +117,7 @@ def forward_kernel(
         y = ACT(u, a, b, FAST, PTX)
         if DROPOUT:
             y = drop(y * scale, words, k, last_dropped.to(tl.uint32), PTX)
-        inside = (rows + k >= first) & (rows + k < end) & in_n
+        inside = inside_rows(rows, k, first, end, in_n, False)
         tl.store(y_tile + k * n, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -147,13 +151,14 @@ def backward_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
     PTX: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dx = ACT'(x + bias) * keep * scale * dy and dbias = sum of dx over rows; ACT is g * derivative.
 
-    A program walks `split_groups` row groups of BLOCK_N columns and writes its fp32 column sums to `partial` (splits, n).
+    A program walks `split_groups` row groups of BLOCK_N columns and writes fp32 column sums to `partial` (splits, n).
     The last program of a column block to arrive adds the partials, always in the same order, and resets the counter.
     """
     pid = tl.program_id(0)
@@ -172,15 +177,14 @@ def backward_kernel(
         tile_group = split.to(tl.int64) * split_groups + step
         tile_row, first, end = tile_rows(tile_group, m, skip, BLOCK_G)
         dy_tile = dy_ptr + (tile_row * stride_dy + tile_col) + rows.to(tl.int64) * stride_dy + cols
-        dys = load_rows(dy_tile, stride_dy, rows, first, end, in_n)
+        dys = load_rows(dy_tile, stride_dy, rows, first, end, in_n, WHOLE)
         if x_ptr is not None:
             x_tile = x_ptr + (tile_row * stride_x + tile_col) + rows.to(tl.int64) * stride_x + cols
-            xs = load_rows(x_tile, stride_x, rows, first, end, in_n)
+            xs = load_rows(x_tile, stride_x, rows, first, end, in_n, WHOLE)
         if DROPOUT:
             words = tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0, col0, PTX)
         dx_tile = dx_ptr + (tile_row * n + tile_col) + rows.to(tl.int64) * n + cols
         for k in tl.static_range(8):
-            inside = (rows + k >= first) & (rows + k < end) & in_n
             dx = widen(dys[k], PTX)
             if DROPOUT:
                 dx *= scale
@@ -192,8 +196,8 @@ def backward_kernel(
             if DROPOUT:
                 dx = drop(dx, words, k, last_dropped.to(tl.uint32), PTX)
             if dbias_ptr is not None:
-                # a row outside the tensor has dy = 0, but where the derivative is infinite or NaN its dx is not 0
-                column_sum += tl.where(inside, dx, 0.0)
+                column_sum += dx  # 0 in rows outside the tensor, since dy is
+            inside = inside_rows(rows, k, first, end, in_n, WHOLE)
             tl.store(dx_tile + k * n, dx.to(dx_ptr.dtype.element_ty), inside)
 
     if dbias_ptr is not None:
@@ -239,5 +243,5 @@ def mask_kernel(
     keep_tile = keep_ptr + (tile_row * n + tile_col) + rows.to(tl.int64) * n + cols
     for k in tl.static_range(8):
         keep = row_draw(words, k) > last_dropped.to(tl.uint32)
-        inside = (rows + k >= first) & (rows + k < end) & (tile_col + cols < n)
+        inside = inside_rows(rows, k, first, end, tile_col + cols < n, False)
         tl.store(keep_tile + k * n, keep.to(keep_ptr.dtype.element_ty), inside)

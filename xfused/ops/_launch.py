@@ -1,6 +1,5 @@
-"""What every launcher needs: rows of a tensor, tile sizes, the seed's arguments, counters, the device guard."""
+"""What every launcher needs: rows of a tensor, tile sizes, the seed's arguments, counters, and a quick launch."""
 
-import contextlib
 import threading
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import philox
+from .._triton import INTERPRET
 
 
 def as_rows(t: Tensor, n: int) -> Tensor:
@@ -24,32 +24,58 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tile(n: int, itemsize: int, block_n: int, warps: int) -> tuple[int, int, int]:
-    """(BLOCK_G, BLOCK_N, num_warps) with one 16-byte access a thread in each of the tile's eight subtiles."""
+def tile(n: int, vector: int, block_n: int, warps: int) -> tuple[int, int, int]:
+    """(BLOCK_G, BLOCK_N, num_warps) where each thread holds `vector` neighbouring columns of one row group."""
     block_n = min(block_n, next_power_of_2(n))
-    return max(1, warps * 32 * (16 // itemsize) // block_n), block_n, warps
+    return max(1, warps * 32 * vector // block_n), block_n, warps
 
 
-def origin_args(row0: int, col0: int) -> dict[str, int]:
-    return {"group0": row0 // philox.ROWS_PER_CALL, "col0": col0, "skip": row0 % philox.ROWS_PER_CALL}
+def seed_args(seed: Tensor | None, p: float) -> tuple[Tensor | None, int, int, int]:
+    """seed_ptr, key, offset, last_dropped: a seed on the CPU travels with the launch, one on the device by its address."""
+    last_dropped = max(philox.threshold(p) - 1, 0)
+    if seed is None:
+        return None, 0, 0, last_dropped
+    if seed.device.type != "cpu":
+        return seed, 0, 0, last_dropped
+    key, offset = seed.tolist()
+    return None, key, offset, last_dropped
 
 
-def seed_args(seed: Tensor | None, p: float) -> dict[str, Any]:
-    """The kernels' seed and probability arguments; a seed on the CPU travels with the launch, else by its address."""
-    T = philox.threshold(p)
-    key, offset = (0, 0) if seed is None or T == 0 or seed.device.type != "cpu" else seed.tolist()
-    on_device = seed is not None and T > 0 and seed.device.type != "cpu"
-    return {
-        "seed_ptr": seed if on_device else None,
-        "key": key,
-        "offset": offset,
-        "last_dropped": max(T - 1, 0),
-    }
+def origin_args(row0: int, col0: int) -> tuple[int, int, int]:
+    """group0, col0, skip."""
+    return row0 // philox.ROWS_PER_CALL, col0, row0 % philox.ROWS_PER_CALL
 
 
-def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+_compiled: dict[Any, Any] = {}
+_SPECIALISED = ("n", "stride_x", "stride_dy")  # of a kernel's integers, those whose alignment the compiler uses
+
+
+def launch(kernel: Any, grid: int, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int) -> None:
+    """kernel[(grid,)](*args, *constants) on the device of the first tensor in `args`, at a fraction of its host time.
+
+    Triton's own launch binds and hashes every argument. Here the compiled kernel is looked up by what it depends on:
+    the constants, each tensor's dtype and 16-byte alignment, and the specialised integers' alignment.
+    """
+    device = args[0].device
+    if INTERPRET:
+        kernel[(grid,)](*args, *constants, num_warps=num_warps)
+        return
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, args, constants, num_warps)
+    key = [kernel.__name__, device.index, num_warps, constants]
+    for name, arg in zip(kernel.arg_names, args, strict=False):
+        if isinstance(arg, Tensor):
+            key.append((arg.dtype, arg.data_ptr() % 16 == 0))
+        elif arg is None:
+            key.append(None)
+        elif name in _SPECIALISED:
+            key.append((arg % 16 == 0, arg == 1))
+    compiled = _compiled.get(tuple(key))
+    if compiled is None:
+        _compiled[tuple(key)] = kernel[(grid,)](*args, *constants, num_warps=num_warps, enable_fp_fusion=True)
+    else:
+        compiled[(grid, 1, 1)](*args, *constants)
 
 
 _COUNTERS = 1 << 16

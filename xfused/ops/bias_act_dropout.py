@@ -13,14 +13,13 @@ from ..activations import TABLE
 from ..activations import activation as resolve
 from ..kernels.bias_act_dropout import backward_kernel, forward_kernel
 from ._check import check_origin, check_p, check_rows
-from ._launch import as_rows, cdiv, counters, device_guard, origin_args, seed_args, tile
+from ._launch import as_rows, cdiv, counters, launch, origin_args, seed_args, tile
 
 SPLIT_ROWS = 256  # rows of a backward program: its fp32 column sums are then 1/128 of the bytes of a bf16 x at most
+STAGES = 3  # of software pipelining in its loop
 
 _OPTIONS = "str activation, float[] parameters, float p, SymInt row0, SymInt col0"
-torch.library.define(
-    "xfused::bias_act_dropout", f"(Tensor x, Tensor? bias, Tensor? seed, {_OPTIONS}) -> Tensor"
-)
+torch.library.define("xfused::bias_act_dropout", f"(Tensor x, Tensor? bias, Tensor? seed, {_OPTIONS}) -> Tensor")
 torch.library.define(
     "xfused::bias_act_dropout_backward",
     f"(Tensor dy, Tensor? x, Tensor? bias, Tensor? seed, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -94,11 +93,6 @@ def _backward(
 torch.library.impl("xfused::bias_act_dropout_backward", "CompositeExplicitAutograd")(_backward)
 
 
-def _act_args(activation: str, parameters: Sequence[float], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    a, b = (*parameters, 0.0, 0.0)[:2]
-    return {"a": a, "b": b, "FAST": dtype.itemsize == 2, "PTX": has_ptx(device)}
-
-
 def launch_forward(
     x: Tensor,
     bias: Tensor | None,
@@ -112,30 +106,33 @@ def launch_forward(
     """One launch; x is not empty."""
     n = x.shape[-1]
     rows = as_rows(x, n)
+    m = rows.shape[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block_g, block_n, warps = tile(n, x.itemsize, 128, 4)
+    block_g, block_n, warps = tile(n, 16 // x.itemsize, 256, 2)
     blocks_n = cdiv(n, block_n)
-    groups = cdiv(row0 % philox.ROWS_PER_CALL + rows.shape[0], philox.ROWS_PER_CALL)
-    with device_guard(x.device):
-        forward_kernel[(blocks_n * cdiv(groups, block_g),)](
-            x_ptr=rows,
-            bias_ptr=None if bias is None else bias.contiguous(),
-            y_ptr=y,
-            **seed_args(seed, p),
-            scale=philox.keep_scale(p),
-            **_act_args(activation, parameters, x.dtype, x.device),
-            **origin_args(row0, col0),
-            m=rows.shape[0],
-            n=n,
-            blocks_n=blocks_n,
-            stride_x=rows.stride(0),
-            ACT=TABLE[activation].kernel,
-            DROPOUT=philox.threshold(p) > 0,
-            BLOCK_G=block_g,
-            BLOCK_N=block_n,
-            num_warps=warps,
-            enable_fp_fusion=True,
-        )
+    groups = cdiv(row0 % philox.ROWS_PER_CALL + m, philox.ROWS_PER_CALL)
+    args = (
+        rows,
+        None if bias is None else bias.contiguous(),
+        y,
+        *seed_args(seed, p),
+        philox.keep_scale(p),
+        *(*parameters, 0.0, 0.0)[:2],
+        *origin_args(row0, col0),
+        m,
+        n,
+        blocks_n,
+        rows.stride(0),
+    )
+    constants = (
+        TABLE[activation].kernel,
+        philox.threshold(p) > 0,
+        x.itemsize == 2,
+        has_ptx(x.device),
+        block_g,
+        block_n,
+    )
+    launch(forward_kernel, blocks_n * cdiv(groups, block_g), args, constants, warps)
     return y
 
 
@@ -157,44 +154,49 @@ def launch_backward(
     m = dy_rows.shape[0]
     dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     dbias = torch.empty(0 if bias is None else n, dtype=(dy if bias is None else bias).dtype, device=dy.device)
-    block_g, block_n, warps = tile(n, dy.itemsize, 128, 4)
+    block_g, block_n, warps = tile(n, 16 // dy.itemsize, 128, dy.itemsize)
     blocks_n = cdiv(n, block_n)
-    groups = cdiv(row0 % philox.ROWS_PER_CALL + m, philox.ROWS_PER_CALL)
+    skip = row0 % philox.ROWS_PER_CALL
     split_groups = max(block_g, SPLIT_ROWS // philox.ROWS_PER_CALL)
-    splits = cdiv(groups, split_groups)
-    partial = None if bias is None else torch.empty((splits, n), dtype=torch.float32, device=dy.device)
-    with device_guard(dy.device):
-        backward_kernel[(blocks_n * splits,)](
-            dy_ptr=dy_rows,
-            x_ptr=x_rows,
-            bias_ptr=None if x is None or bias is None else bias.contiguous(),
-            dx_ptr=dx,
-            dbias_ptr=None if bias is None else dbias,
-            partial_ptr=partial,
-            arrived_ptr=None if bias is None else counters(blocks_n, dy.device),
-            **seed_args(seed, p),
-            scale=philox.keep_scale(p),
-            **_act_args(activation, parameters, dy.dtype, dy.device),
-            **origin_args(row0, col0),
-            m=m,
-            n=n,
-            blocks_n=blocks_n,
-            splits=splits,
-            split_groups=split_groups,
-            stride_dy=dy_rows.stride(0),
-            stride_x=0 if x_rows is None else x_rows.stride(0),
-            ACT=TABLE[activation].kernel_backward,
-            DROPOUT=philox.threshold(p) > 0,
-            BLOCK_G=block_g,
-            BLOCK_N=block_n,
-            STAGES=1,
-            num_warps=warps,
-            enable_fp_fusion=True,
-        )
+    splits = cdiv(cdiv(skip + m, philox.ROWS_PER_CALL), split_groups)
+    args = (
+        dy_rows,
+        x_rows,
+        None if x is None or bias is None else bias.contiguous(),
+        dx,
+        None if bias is None else dbias,
+        None if bias is None else torch.empty((splits, n), dtype=torch.float32, device=dy.device),
+        None if bias is None else counters(blocks_n, dy.device),
+        *seed_args(seed, p),
+        philox.keep_scale(p),
+        *(*parameters, 0.0, 0.0)[:2],
+        *origin_args(row0, col0),
+        m,
+        n,
+        blocks_n,
+        splits,
+        split_groups,
+        dy_rows.stride(0),
+        0 if x_rows is None else x_rows.stride(0),
+    )
+    constants = (
+        TABLE[activation].kernel_backward,
+        philox.threshold(p) > 0,
+        dy.itemsize == 2,
+        has_ptx(dy.device),
+        skip == 0 and m % philox.ROWS_PER_CALL == 0,
+        block_g,
+        block_n,
+        STAGES,
+    )
+    launch(backward_kernel, blocks_n * splits, args, constants, warps)
     return dx, dbias
 
 
 # --------------------------------------------------------------------------------------------------- autograd
+
+_forward_op = torch.ops.xfused.bias_act_dropout.default
+_backward_op = torch.ops.xfused.bias_act_dropout_backward.default
 
 
 class _Backward(torch.autograd.Function):
@@ -204,7 +206,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(dy, x, bias, seed, activation, parameters, p, row0, col0):
-        return torch.ops.xfused.bias_act_dropout_backward(dy, x, bias, seed, activation, parameters, p, row0, col0)
+        return _backward_op(dy, x, bias, seed, activation, parameters, p, row0, col0)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -219,12 +221,13 @@ class _Backward(torch.autograd.Function):
         inputs = [t for t in (dy, x, bias) if t is not None]
 
         def forward(x: Tensor, *bias: Tensor) -> Tensor:
-            return reference.bias_act_dropout(x, *bias or (None,), keep, philox.keep_scale(p), activation, parameters)
+            b = bias[0] if bias else None
+            return reference.bias_act_dropout(x, b, keep, philox.keep_scale(p), activation, parameters)
 
         def first_order(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             # where the forward is linear in x and x was not saved, any x will do
-            _, vjp = torch.func.vjp(forward, *(inputs if x is not None else (torch.zeros_like(dy), *inputs)))
-            return vjp(dy)
+            primals = inputs if x is not None else (torch.zeros_like(dy), *inputs)
+            return torch.func.vjp(forward, *primals)[1](dy)
 
         _, vjp = torch.func.vjp(first_order, *inputs)
         grads = list(vjp((ddx,) if bias is None else (ddx, ddbias)))
@@ -238,7 +241,7 @@ class _BiasActDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(x, bias, seed, activation, parameters, p, row0, col0):
-        return torch.ops.xfused.bias_act_dropout(x, bias, seed, activation, parameters, p, row0, col0)
+        return _forward_op(x, bias, seed, activation, parameters, p, row0, col0)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -248,9 +251,10 @@ class _BiasActDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         # under create_graph and torch.func, the gradient is itself differentiated
-        backward = _Backward.apply if torch.is_grad_enabled() else torch.ops.xfused.bias_act_dropout_backward
-        dx, dbias = backward(dy, *ctx.saved_tensors, *ctx.options)
-        return dx, None if ctx.saved_tensors[1] is None else dbias, *[None] * 6
+        backward = _Backward.apply if torch.is_grad_enabled() else _backward_op
+        x, bias, seed = ctx.saved_tensors
+        dx, dbias = backward(dy, x, bias, seed, *ctx.options)
+        return dx, None if bias is None else dbias, *[None] * 6
 
 
 # ----------------------------------------------------------------------------------------------------- public
@@ -294,7 +298,9 @@ def bias_act_dropout(
     elif seed is None:
         seed = philox.draw_seed(x.device)
     args = (x, bias, seed, act.name, list(act.parameters), float(p), row0, col0)
-    wants_grad = torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad)
-    if wants_grad or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _BiasActDropout.apply(*args)
-    return torch.ops.xfused.bias_act_dropout(*args)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        # Function.apply, less its look at the signature of `forward` at every call, which takes longer than the rest
+        return super(torch.autograd.Function, _BiasActDropout).apply(*args)  # type: ignore[misc]
+    return _forward_op(*args)

@@ -10,7 +10,7 @@ from .. import philox
 from .._triton import has_ptx, runs_kernels
 from ..kernels.bias_act_dropout import mask_kernel
 from ._check import check_origin, check_p
-from ._launch import cdiv, device_guard, origin_args, seed_args, tile
+from ._launch import cdiv, launch, origin_args, seed_args, tile
 
 torch.library.define(
     "xfused::dropout_mask",
@@ -36,22 +36,11 @@ torch.library.impl("xfused::dropout_mask", "CompositeExplicitAutograd")(_mask)
 def launch_mask(seed: Tensor, rows: int, cols: int, p: float, row0: int, col0: int, device: torch.device) -> Tensor:
     """The kernel's mask; rows, cols and p above 0."""
     keep = torch.empty((rows, cols), dtype=torch.uint8, device=device)
-    block_g, block_n, warps = tile(cols, 2, 128, 4)
+    block_g, block_n, warps = tile(cols, 8, 256, 2)
     blocks_n = cdiv(cols, block_n)
     groups = cdiv(row0 % philox.ROWS_PER_CALL + rows, philox.ROWS_PER_CALL)
-    with device_guard(device):
-        mask_kernel[(blocks_n * cdiv(groups, block_g),)](
-            keep_ptr=keep,
-            **seed_args(seed, p),
-            **origin_args(row0, col0),
-            m=rows,
-            n=cols,
-            blocks_n=blocks_n,
-            PTX=has_ptx(device),
-            BLOCK_G=block_g,
-            BLOCK_N=block_n,
-            num_warps=warps,
-        )
+    args = (keep, *seed_args(seed, p), *origin_args(row0, col0), rows, cols, blocks_n)
+    launch(mask_kernel, blocks_n * cdiv(groups, block_g), args, (has_ptx(device), block_g, block_n), warps)
     return keep.view(torch.bool)
 
 
