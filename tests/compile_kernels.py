@@ -24,21 +24,27 @@ from triton.compiler import ASTSource, compile
 import xfused
 import xfused.ops.bias_act_dropout as op
 
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 def recorded(launcher, *args):
-    """(kernel, arguments, constants, warps) of the one launch that `launcher(*args)` makes."""
+    """(kernel, arguments, constants, warps, maximum of registers if there is one) of `launcher(*args)`'s one launch."""
     launches = []
-    op.launch = lambda kernel, grid, args, constants, warps: launches.append((kernel, args, constants, warps))
+    op.launch = lambda kernel, grid, *launch: launches.append((kernel, *launch))
     op.has_ptx = lambda device: True
     launcher(*args)
     (launch,) = launches
     return launch
 
 
-def disassembled(kernel, args, constants, warps, capability):
+def disassembled(capability, kernel, args, constants, warps, max_registers=0):
     """(instructions as (address, text), resource usage line) of the kernel for that compute capability."""
     signature, constexprs, attributes = {}, {}, {}
     for position, parameter in enumerate(kernel.params):
@@ -54,7 +60,7 @@ def disassembled(kernel, args, constants, warps, capability):
             if is_tensor or (not parameter.do_not_specialize and isinstance(value, int) and value % 16 == 0):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "enable_fp_fusion": True} | ({"maxnreg": max_registers} if max_registers else {})
     compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
@@ -74,8 +80,8 @@ def longest_loop(instructions):
     return max(loops, key=len)
 
 
-def facts(kernel, args, constants, warps, capability):
-    instructions, usage = disassembled(kernel, args, constants, warps, capability)
+def facts(capability, kernel, args, constants, warps, *limits):
+    instructions, usage = disassembled(capability, kernel, args, constants, warps, *limits)
     named = dict(zip([p.name for p in kernel.params[len(args) :]], constants, strict=True))
     a_thread = 8 * named["BLOCK_G"] * named["BLOCK_N"] / (32 * warps)
     loop = longest_loop(instructions)
@@ -105,8 +111,8 @@ def main(capability, cases):
         options = (activation, list(xfused.activation(activation).parameters), 0.1, 0, 0)
         saved = None if activation == "identity" else x
         result[case] = {
-            "forward": facts(*recorded(op.launch_forward, x, bias, seed, *options), capability),
-            "backward": facts(*recorded(op.launch_backward, x, saved, bias, seed, *options), capability),
+            "forward": facts(capability, *recorded(op.launch_forward, x, bias, seed, *options)),
+            "backward": facts(capability, *recorded(op.launch_backward, x, saved, bias, seed, *options)),
         }
     print(json.dumps(result))
 

@@ -10,19 +10,20 @@ import pytest
 
 pytest.importorskip("triton")
 
-# Instructions a thread executes an element: the forward kernel whole, the backward kernel's loop; counted in the machine
-# code for sm_90 and rounded up. A bf16 element may cost 31 at copy speed on an H200.
+# Instructions a thread executes an element: the forward kernel whole, the backward kernel's loop, in the code for
+# sm_90. What Triton 3.6 and 3.9 make differs by up to 2%. A bf16 element may cost 31 at copy speed on an H200.
 BUDGET = {
-    "bfloat16/identity": (14.5, 13),
-    "bfloat16/relu": (15.5, 17),
-    "bfloat16/silu": (20.5, 24.5),
-    "bfloat16/gelu_tanh": (21.5, 28.5),
-    "bfloat16/gelu": (26.5, 31.5),
-    "float16/gelu": (26.5, 31.5),
-    "float32/identity": (16, 15),
-    "float32/gelu": (48, 63),
+    "bfloat16/identity": (14.6, 13),
+    "bfloat16/relu": (15.6, 18),
+    "bfloat16/silu": (20.6, 25),
+    "bfloat16/gelu_tanh": (21.8, 29),
+    "bfloat16/gelu": (26.9, 32),
+    "float16/gelu": (26.9, 32),
+    "float32/identity": (16, 14),
+    "float32/gelu": (48.5, 63),
 }
-CAPABILITIES = {80: ["bfloat16/identity", "bfloat16/gelu"], 90: list(BUDGET), 100: ["bfloat16/identity", "bfloat16/gelu"]}
+SMALL = ["bfloat16/identity", "bfloat16/gelu"]
+CAPABILITIES = {80: SMALL, 90: list(BUDGET), 100: SMALL}
 
 
 @pytest.fixture(scope="module", params=CAPABILITIES, ids=lambda capability: f"sm_{capability}")

@@ -63,9 +63,15 @@ def _divide(n, d, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _expm1(x, FAST: tl.constexpr, PTX: tl.constexpr):
-    """e**x - 1; near 0, where the difference cancels, by its Taylor polynomial (remainder below 1e-8 for |x| < 0.3)."""
-    taylor = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040)))))))
-    return tl.where(tl.abs(x) < 0.3, taylor, _exp(x, FAST, PTX) - 1.0)
+    """e**x - 1; near 0, where the difference cancels, by its Taylor polynomial."""
+    if FAST:
+        near = tl.abs(x) < 0.25
+        tail = 1 / 6 + x * (1 / 24)
+    else:
+        near = tl.abs(x) < 0.7
+        tail = 1 / 720 + x * (1 / 5040 + x * (1 / 40320 + x * (1 / 362880)))
+        tail = 1 / 6 + x * (1 / 24 + x * (1 / 120 + x * tail))
+    return tl.where(near, x + x * x * (0.5 + x * tail), _exp(x, FAST, PTX) - 1.0)
 
 
 @jit
@@ -78,6 +84,20 @@ def _log1p(x):
 @jit
 def _sigmoid(x, FAST: tl.constexpr, PTX: tl.constexpr):
     return _divide(1.0, 1.0 + _exp(-x, FAST, PTX), FAST, PTX)
+
+
+@jit
+def _sigmoid_and_slope(x, FAST: tl.constexpr, PTX: tl.constexpr):
+    """(s, s * (1 - s)) of s = sigmoid(x)."""
+    if FAST:
+        s = _sigmoid(x, FAST, PTX)
+        slope = s * (1.0 - s)
+    else:  # 1 - s cancels where s is near 1; with e = e**-|x| both are quotients
+        e = _exp(-tl.abs(x), FAST, PTX)
+        r = tl.div_rn(1.0, 1.0 + e)
+        s = tl.where(x < 0, e * r, r)
+        slope = (e * r) * r
+    return s, slope
 
 
 @jit
@@ -164,25 +184,24 @@ def _gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _gelu_tanh_gate(u, t, FAST: tl.constexpr, PTX: tl.constexpr):
-    """(1 + tanh(z)) / 2 = sigmoid(2 z), which keeps its relative accuracy in the tail; z = sqrt(2 / pi) (u + 0.044715 u t)."""
-    if FAST:  # -log2(e) goes into the coefficients
-        s = _divide(1.0, 1.0 + _exp2(u * (-2.3022081984 + -0.1029432407 * t), PTX), FAST, PTX)
-    else:
-        s = _sigmoid(u * (1.5957691216057308 + 0.07135481282553506 * t), FAST, PTX)
-    return s
-
-
-@jit
 def _gelu_tanh(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return u * _gelu_tanh_gate(u, u * u, FAST, PTX)
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), which keeps its relative accuracy in the tail
+    if FAST:  # log2(e) goes into the coefficients
+        s = _divide(1.0, 1.0 + _exp2(u * (-2.3022081984 + -0.1029432407 * (u * u)), PTX), FAST, PTX)
+    else:
+        s = _sigmoid(u * (1.5957691216057308 + 0.07135481282553506 * (u * u)), FAST, PTX)
+    return u * s
 
 
 @jit
 def _gelu_tanh_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    t = tl.minimum(u * u, 30.0)  # s is 0 or 1 beyond, and the slope stays finite; NaN comes back with u
-    s = _gelu_tanh_gate(u, t, FAST, PTX)
-    return g * (s + (1.5957691216057308 + 0.21406443847660518 * t) * (u * (1.0 - s) * s))
+    t = tl.minimum(u * u, 1e4)  # s is 0 or 1 and its slope 0 beyond; NaN comes back with u
+    if FAST:
+        s = _divide(1.0, 1.0 + _exp2(u * (-2.3022081984 + -0.1029432407 * t), PTX), FAST, PTX)
+        slope = s * (1.0 - s)
+    else:
+        s, slope = _sigmoid_and_slope(u * (1.5957691216057308 + 0.07135481282553506 * t), FAST, PTX)
+    return g * (s + (1.5957691216057308 + 0.21406443847660518 * t) * (u * slope))
 
 
 @jit
@@ -192,8 +211,8 @@ def _quick_gelu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _quick_gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    s = _sigmoid(1.702 * u, FAST, PTX)
-    return g * (s * (1.0 + 1.702 * u * (1.0 - s)))
+    s, slope = _sigmoid_and_slope(1.702 * u, FAST, PTX)
+    return g * (s + 1.702 * (u * slope))
 
 
 @jit
@@ -203,8 +222,8 @@ def _silu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _silu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    s = _sigmoid(u, FAST, PTX)
-    return g * (s * (1.0 + u * (1.0 - s)))
+    s, slope = _sigmoid_and_slope(u, FAST, PTX)
+    return g * (s + u * slope)
 
 
 @jit
@@ -217,7 +236,7 @@ def _mish(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _mish_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    v = tl.minimum(u, 20.0, tl.PropagateNan.ALL)
+    v = tl.clamp(u, -1e4, 20.0, tl.PropagateNan.ALL)  # e**v is 0 below
     e = _exp(v, FAST, PTX)
     n = e * (e + 2.0)
     r = _divide(1.0, n + 2.0, FAST, PTX)
@@ -231,7 +250,7 @@ def _elu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _elu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.where(u > 0, g, g * (a * _exp(u, FAST, PTX)))
+    return tl.where(u <= 0, g * (a * _exp(u, FAST, PTX)), g)
 
 
 @jit
@@ -241,7 +260,7 @@ def _selu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _selu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return 1.0507009873554805 * tl.where(u > 0, g, g * (1.6732632423543772 * _exp(u, FAST, PTX)))
+    return 1.0507009873554805 * tl.where(u <= 0, g * (1.6732632423543772 * _exp(u, FAST, PTX)), g)
 
 
 @jit
@@ -251,7 +270,7 @@ def _celu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _celu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.where(u > 0, g, g * _exp(u * (1.0 / a), FAST, PTX))
+    return tl.where(u <= 0, g * _exp(u * (1.0 / a), FAST, PTX), g)
 
 
 @jit
@@ -273,14 +292,14 @@ def _softsign(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _softsign_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    r = _divide(1.0, 1.0 + tl.abs(u), FAST, PTX)
-    return g * r * r
+    d = 1.0 + tl.abs(u)
+    return _divide(g, d * d, FAST, PTX)
 
 
 @jit
 def _sigmoid_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    s = _sigmoid(u, FAST, PTX)
-    return g * (s * (1.0 - s))
+    s, slope = _sigmoid_and_slope(u, FAST, PTX)
+    return g * slope
 
 
 @jit
@@ -397,6 +416,11 @@ def _smelu_torch(u: Tensor, beta: float) -> Tensor:
     return torch.where(u >= beta, u, (u + beta).clamp_min(0).square() / (4 * beta))
 
 
+def _quick_gelu_backward_torch(g: Tensor, u: Tensor) -> Tensor:
+    s = torch.sigmoid(1.702 * u)
+    return g * (s + 1.702 * (u * (s * (1 - s))))  # in this order 1.702 * u is free to overflow
+
+
 _HF = "transformers.activations."
 
 TABLE: dict[str, Entry] = {
@@ -461,7 +485,7 @@ TABLE: dict[str, Entry] = {
         _quick_gelu,
         _quick_gelu_backward,
         lambda u: u * torch.sigmoid(1.702 * u),
-        lambda g, u: aten.silu_backward(g, 1.702 * u),
+        _quick_gelu_backward_torch,
         twins=(_HF + "QuickGELUActivation",),
     ),
     "silu": Entry(
@@ -533,14 +557,14 @@ TABLE: dict[str, Entry] = {
         _hardsigmoid,
         _hardsigmoid_backward,
         lambda u: F.relu6(u + 3) / 6,  # PyTorch has no second derivative of its own function
-        aten.hardsigmoid_backward,
+        lambda g, u: torch.where(u.abs() < 3, g / 6, 0.0),
         aliases=("hard_sigmoid",),
         twins=(nn.Hardsigmoid, F.hardsigmoid),
     ),
     "hardswish": Entry(
         _hardswish,
         _hardswish_backward,
-        F.hardswish,
+        lambda u: u * (F.relu6(u + 3) / 6),  # on CUDA, PyTorch's own has a single precision 1 / 6 in float64
         aten.hardswish_backward,
         aliases=("hard_swish",),
         twins=(nn.Hardswish, F.hardswish),

@@ -10,7 +10,8 @@ import platform
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
@@ -293,14 +294,20 @@ def versions(device: torch.device) -> str:
     )
 
 
-def cell(errors: "Future[dict[str, float]]") -> tuple[bool, str]:
-    """Whether none of the errors passes what is allowed, and the table's text for them."""
+def cell(name: str, dtype: torch.dtype, device: torch.device) -> tuple[bool, str]:
+    """Whether no error passes what is allowed, and the table's text for them."""
     try:
-        shares = errors.result().values()
+        shares = errors(name, dtype, device).values()
     except Exception as error:
         return False, f"FAILED {type(error).__name__}"
     held = all(share <= 1 for share in shares)  # False for NaN
     return held, ("" if held else "FAILED ") + " ".join(f"{share:.2f}" for share in shares)
+
+
+def compile_row(name: str, device: torch.device) -> None:
+    """Leaves an activation's kernels in Triton's cache on disk; whether they are right is not looked at."""
+    for dtype in DTYPES:
+        errors(name, dtype, device)
 
 
 def run(device: torch.device) -> int:
@@ -318,21 +325,21 @@ def run(device: torch.device) -> int:
             failed.append(name)
         print(f"{'ok' if result.held else 'FAILED':<7} {name:<31} {result.detail}", flush=True)
 
-    if runs_kernels(device):
-        print("\ncompiling the kernels of every activation: a minute or two the first time, cached then", flush=True)
-    print("\nlargest error of y, dx, dbias against float64, as a share of what is allowed (1 = just allowed)")
-    print(" " * 16 + "".join(f" {str(dtype).removeprefix('torch.'):>21}" for dtype in DTYPES))
     names = xfused.activations()
-    # Triton compiles in parallel; on a CPU PyTorch has its own threads
-    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1) if runs_kernels(device) else 1)
-    try:
-        found = {(name, dtype): pool.submit(errors, name, dtype, device) for name in names for dtype in DTYPES}
-        for name in names:
-            cells = [cell(found[name, dtype]) for dtype in DTYPES]
+    workers = min(8, os.cpu_count() or 1) if runs_kernels(device) else 0
+    if workers:
+        print("\ncompiling the kernels of every activation, which takes a while the first time", flush=True)
+    print("\nlargest error of y, dx, dbias against float64, as a share of what is allowed (1 = just allowed)")
+    print(" " * 16 + "".join(f" {str(dtype).removeprefix('torch.'):>21}" for dtype in DTYPES), flush=True)
+    # Triton compiles under Python's lock, so other processes fill its cache; the errors are those found in this one
+    with ProcessPoolExecutor(workers or 1, get_context("spawn")) as pool:
+        compiled = [pool.submit(compile_row, name, device) for name in names] if workers else []
+        for index, name in enumerate(names):
+            if compiled:
+                wait(compiled[index : index + 1])
+            cells = [cell(name, dtype, device) for dtype in DTYPES]
             failed += [f"{name} in {dtype}" for dtype, (held, _) in zip(DTYPES, cells, strict=True) if not held]
             print(f"{name:<16}" + "".join(f" {text:>21}" for _, text in cells), flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
     seconds = time.perf_counter() - start
     total = len(CHECKS) + len(DTYPES) * len(names)

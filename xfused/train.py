@@ -266,8 +266,8 @@ class Trainee:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up over the first twentieth, then a cosine down to a tenth."""
-    warm_up = max(1, settings.steps // 20)
+    """Linear warm-up over the first twentieth, at most 100 steps, then a cosine down to a tenth."""
+    warm_up = min(100, max(1, settings.steps // 20))
     if step < warm_up:
         return settings.lr * (step + 1) / warm_up
     progress = (step - warm_up) / max(1, settings.steps - warm_up)
@@ -327,6 +327,9 @@ def train(settings: Settings) -> Outcome:
         interrupted = True
     finally:
         bar.close()
+    for trainee in trainees.values():
+        if trainee.losses and len(trainee.losses) not in trainee.validation:
+            trainee.validate(held_out)
     return Outcome(trainees, drops, interrupted)
 
 
@@ -341,9 +344,14 @@ def smoothed(losses: list[float], window: int) -> list[float]:
     return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window) for i in range(len(losses))]
 
 
+def window_of(outcome: Outcome) -> int:
+    """Steps in a smoothed loss: a twentieth of those done."""
+    return max(1, len(outcome.trainees[FUSED].losses) // 20)
+
+
 def report(outcome: Outcome, settings: Settings) -> str:
     """The losses, the drop rate and the time a step takes, as text."""
-    window = max(1, settings.steps // 20)
+    window = window_of(outcome)
     lines = [
         f"{'loss':<16} {'training':>17} {'validation':>19} {'a step':>14}",
         f"{'':<16} {'first':>8} {'last':>8} {'first':>10} {'last':>8} {'median':>14}",
@@ -373,7 +381,7 @@ def draw(outcome: Outcome, settings: Settings) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    window = max(1, settings.steps // 20)
+    window = window_of(outcome)
     styles = {FUSED: ("tab:blue", "-", 4), PLAIN: ("tab:orange", "--", 9)}  # both are seen where they coincide
     for name, trainee in outcome.trainees.items():
         color, line, size = styles[name]

@@ -46,9 +46,9 @@ def tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0
 
 
 @jit
-def inside_rows(rows, k, first, end, in_n, WHOLE: tl.constexpr):
-    """Which elements of the k-th subtile exist; where only whole groups do, one answer serves all eight."""
-    return (rows < end) & in_n if WHOLE else (rows + k >= first) & (rows + k < end) & in_n
+def row_exists(rows, k, first, end, WHOLE: tl.constexpr):
+    """Which groups have a k-th row, (BLOCK_G, 1); where all groups are whole, one answer serves all eight."""
+    return rows < end if WHOLE else (rows + k >= first) & (rows + k < end)
 
 
 @jit
@@ -56,7 +56,7 @@ def load_rows(tile_ptr, stride, rows, first, end, in_n, WHOLE: tl.constexpr):
     """The tile's eight subtiles; elements outside the tensor read as 0."""
     loaded = ()
     for k in tl.static_range(8):
-        loaded = loaded + (tl.load(tile_ptr + k * stride, inside_rows(rows, k, first, end, in_n, WHOLE), 0.0),)
+        loaded = loaded + (tl.load(tile_ptr + k * stride, row_exists(rows, k, first, end, WHOLE) & in_n, 0.0),)
     return loaded
 
 
@@ -117,7 +117,7 @@ def forward_kernel(
         y = ACT(u, a, b, FAST, PTX)
         if DROPOUT:
             y = drop(y * scale, words, k, last_dropped.to(tl.uint32), PTX)
-        inside = inside_rows(rows, k, first, end, in_n, False)
+        inside = row_exists(rows, k, first, end, False) & in_n
         tl.store(y_tile + k * n, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -185,6 +185,7 @@ def backward_kernel(
             words = tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0, col0, PTX)
         dx_tile = dx_ptr + (tile_row * n + tile_col) + rows.to(tl.int64) * n + cols
         for k in tl.static_range(8):
+            exists = row_exists(rows, k, first, end, WHOLE)
             dx = widen(dys[k], PTX)
             if DROPOUT:
                 dx *= scale
@@ -193,12 +194,14 @@ def backward_kernel(
                 if bias_ptr is not None:
                     u += bias
                 dx = ACT(dx, u, a, b, FAST, PTX)
+            # a row that does not exist has dy = 0 but, where the derivative at its bias is not finite, not dx = 0
             if DROPOUT:
-                dx = drop(dx, words, k, last_dropped.to(tl.uint32), PTX)
+                dx = drop(dx, words, k, tl.where(exists, last_dropped.to(tl.uint32), 0xFFFFFFFF), PTX)
+            elif x_ptr is not None and bias_ptr is not None:
+                dx = tl.where(exists, dx, 0.0)
             if dbias_ptr is not None:
-                column_sum += dx  # 0 in rows outside the tensor, since dy is
-            inside = inside_rows(rows, k, first, end, in_n, WHOLE)
-            tl.store(dx_tile + k * n, dx.to(dx_ptr.dtype.element_ty), inside)
+                column_sum += dx
+            tl.store(dx_tile + k * n, dx.to(dx_ptr.dtype.element_ty), exists & in_n)
 
     if dbias_ptr is not None:
         col = tile_col + tl.arange(0, BLOCK_N)
@@ -243,5 +246,5 @@ def mask_kernel(
     keep_tile = keep_ptr + (tile_row * n + tile_col) + rows.to(tl.int64) * n + cols
     for k in tl.static_range(8):
         keep = row_draw(words, k) > last_dropped.to(tl.uint32)
-        inside = inside_rows(rows, k, first, end, tile_col + cols < n, False)
+        inside = row_exists(rows, k, first, end, False) & (tile_col + cols < n)
         tl.store(keep_tile + k * n, keep.to(keep_ptr.dtype.element_ty), inside)

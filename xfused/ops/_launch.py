@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import philox
-from .._triton import INTERPRET
+from .._triton import INTERPRET, has_ptx
 
 
 def as_rows(t: Tensor, n: int) -> Tensor:
@@ -31,7 +31,7 @@ def tile(n: int, vector: int, block_n: int, warps: int) -> tuple[int, int, int]:
 
 
 def seed_args(seed: Tensor | None, p: float) -> tuple[Tensor | None, int, int, int]:
-    """seed_ptr, key, offset, last_dropped: a seed on the CPU travels with the launch, one on the device by its address."""
+    """seed_ptr, key, offset, last_dropped: a seed on the CPU travels with the launch, another by its address."""
     last_dropped = max(philox.threshold(p) - 1, 0)
     if seed is None:
         return None, 0, 0, last_dropped
@@ -50,7 +50,9 @@ _compiled: dict[Any, Any] = {}
 _SPECIALISED = ("n", "stride_x", "stride_dy")  # of a kernel's integers, those whose alignment the compiler uses
 
 
-def launch(kernel: Any, grid: int, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int) -> None:
+def launch(
+    kernel: Any, grid: int, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, max_registers: int = 0
+) -> None:
     """kernel[(grid,)](*args, *constants) on the device of the first tensor in `args`, at a fraction of its host time.
 
     Triton's own launch binds and hashes every argument. Here the compiled kernel is looked up by what it depends on:
@@ -62,7 +64,7 @@ def launch(kernel: Any, grid: int, args: tuple[Any, ...], constants: tuple[Any, 
         return
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, args, constants, num_warps)
+            return launch(kernel, grid, args, constants, num_warps, max_registers)
     key = [kernel.__name__, device.index, num_warps, constants]
     for name, arg in zip(kernel.arg_names, args, strict=False):
         if isinstance(arg, Tensor):
@@ -73,7 +75,9 @@ def launch(kernel: Any, grid: int, args: tuple[Any, ...], constants: tuple[Any, 
             key.append((arg % 16 == 0, arg == 1))
     compiled = _compiled.get(tuple(key))
     if compiled is None:
-        _compiled[tuple(key)] = kernel[(grid,)](*args, *constants, num_warps=num_warps, enable_fp_fusion=True)
+        options = {"maxnreg": max_registers} if max_registers and has_ptx(device) else {}
+        options |= {"num_warps": num_warps, "enable_fp_fusion": True}
+        _compiled[tuple(key)] = kernel[(grid,)](*args, *constants, **options)
     else:
         compiled[(grid, 1, 1)](*args, *constants)
 

@@ -1,5 +1,6 @@
 """xfused::bias_act_dropout, y = dropout(activation(x + bias)), and its backward."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from ._launch import as_rows, cdiv, counters, launch, origin_args, seed_args, ti
 
 SPLIT_ROWS = 256  # rows of a backward program: its fp32 column sums are then 1/128 of the bytes of a bf16 x at most
 STAGES = 3  # of software pipelining in its loop
+MAX_REGISTERS = 168  # a thread: six programs of it fit a multiprocessor of 65,536, and nothing spills
 
 _OPTIONS = "str activation, float[] parameters, float p, SymInt row0, SymInt col0"
 torch.library.define("xfused::bias_act_dropout", f"(Tensor x, Tensor? bias, Tensor? seed, {_OPTIONS}) -> Tensor")
@@ -34,6 +36,17 @@ def _forward_fake(x: Tensor, *_: Any) -> Tensor:
 @torch.library.register_fake("xfused::bias_act_dropout_backward")
 def _backward_fake(dy: Tensor, x: Tensor | None, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return dy.new_empty(dy.shape), dy.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+
+
+def _vmap(info: Any, in_dims: Sequence[Any], *args: Any, op: Any) -> tuple[Any, Any]:
+    """One call an example: each has a seed of its own (randomness="different") or shares one ("same")."""
+    examples = [
+        op(*(arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    if isinstance(examples[0], Tensor):
+        return torch.stack(examples), 0
+    return tuple(torch.stack(results) for results in zip(*examples, strict=True)), (0,) * len(examples[0])
 
 
 # -------------------------------------------------------------------------------------------- implementations
@@ -189,7 +202,7 @@ def launch_backward(
         block_n,
         STAGES,
     )
-    launch(backward_kernel, blocks_n * splits, args, constants, warps)
+    launch(backward_kernel, blocks_n * splits, args, constants, warps, MAX_REGISTERS)
     return dx, dbias
 
 
@@ -197,6 +210,8 @@ def launch_backward(
 
 _forward_op = torch.ops.xfused.bias_act_dropout.default
 _backward_op = torch.ops.xfused.bias_act_dropout_backward.default
+for _op in (_forward_op, _backward_op):
+    torch.library.register_vmap(_op, functools.partial(_vmap, op=_op))
 
 
 class _Backward(torch.autograd.Function):
@@ -302,5 +317,5 @@ def bias_act_dropout(
         return _BiasActDropout.apply(*args)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         # Function.apply, less its look at the signature of `forward` at every call, which takes longer than the rest
-        return super(torch.autograd.Function, _BiasActDropout).apply(*args)  # type: ignore[misc]
+        return super(torch.autograd.Function, _BiasActDropout).apply(*args)
     return _forward_op(*args)

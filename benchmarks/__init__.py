@@ -1,0 +1,1 @@
+"""Measurements of xfused beside what users have without it."""
