@@ -35,7 +35,7 @@ CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 def recorded(launcher, *args):
-    """(kernel, arguments, constants, warps, maximum of registers if there is one) of `launcher(*args)`'s one launch."""
+    """(kernel, arguments, constants, warps, registers by capability) of the one launch that `launcher(*args)` makes."""
     launches = []
     op.launch = lambda kernel, grid, *launch: launches.append((kernel, *launch))
     op.has_ptx = lambda device: True
@@ -44,7 +44,7 @@ def recorded(launcher, *args):
     return launch
 
 
-def disassembled(capability, kernel, args, constants, warps, max_registers=0):
+def disassembled(capability, kernel, args, constants, warps, registers):
     """(instructions as (address, text), resource usage line) of the kernel for that compute capability."""
     signature, constexprs, attributes = {}, {}, {}
     for position, parameter in enumerate(kernel.params):
@@ -60,7 +60,9 @@ def disassembled(capability, kernel, args, constants, warps, max_registers=0):
             if is_tensor or (not parameter.do_not_specialize and isinstance(value, int) and value % 16 == 0):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": True} | ({"maxnreg": max_registers} if max_registers else {})
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    if limit := registers.get(capability // 10):
+        options["maxnreg"] = limit
     compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
@@ -80,8 +82,8 @@ def longest_loop(instructions):
     return max(loops, key=len)
 
 
-def facts(capability, kernel, args, constants, warps, *limits):
-    instructions, usage = disassembled(capability, kernel, args, constants, warps, *limits)
+def facts(capability, kernel, args, constants, warps, registers):
+    instructions, usage = disassembled(capability, kernel, args, constants, warps, registers)
     named = dict(zip([p.name for p in kernel.params[len(args) :]], constants, strict=True))
     a_thread = 8 * named["BLOCK_G"] * named["BLOCK_N"] / (32 * warps)
     loop = longest_loop(instructions)

@@ -5,8 +5,8 @@ What an fp32 result may be off by is counted in ulp of the function's own scale 
     of f:   the largest of |f| and |u f'|: what one rounding of u moves f by is half an ulp of |u f'|;
     of f':  likewise the largest of |f'| and |u f''|;
     and of the terms that PyTorch's own formula adds up, since a sum cannot be more accurate than its largest term's
-    ulp: |u| / 2 for gelu = u/2 + u/2 erf; g and u g' for the derivative g + u g' of every u g(u), where g = 1/2 + 1/2 erf
-    or 1/2 + 1/2 tanh for the two gelu; 1 for tanh' = 1 - t**2; s for sigmoid' = s - s**2.
+    ulp: |u| / 2 for gelu = u/2 + u/2 erf; g and u g' for the derivative g + u g' of every u g(u), where g is
+    1/2 + 1/2 erf or 1/2 + 1/2 tanh for the two gelu; 1 for tanh' = 1 - t**2; s for sigmoid' = s - s**2.
 
 Below 2**-100 nothing is asked: the exponential in 1 / (1 + e**-u) overflows long before the quotient underflows.
 """
@@ -158,6 +158,8 @@ def test_the_reference_path_is_pytorch(name, dtype):
     expected = oracle.eager(name, x.to(wide), bias.to(wide), dy.to(wide))
     if name == "softsign" and dtype == torch.float32:  # autograd's own formula for it cancels: 50 ulp
         expected = [t.float() for t in oracle.exact(name, x, bias, dy)]
+    if name == "hardsigmoid" and dtype == torch.float64:  # PyTorch's own has a single precision 1 / 6 in its gradient
+        expected = [expected[0], dy / 6 * ((x + bias).abs() < 3)]
     for a, b in zip(ours[:2], expected[:2], strict=True):
         tolerance = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-8}[dtype]
         torch.testing.assert_close(a.to(wide), b, rtol=tolerance, atol=tolerance * 0.1)

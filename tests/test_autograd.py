@@ -210,13 +210,18 @@ def test_compiled_checkpoint_shares_one_mask(device):
     assert torch.equal(x.grad, y.detach()) and 0 < (y != 0).sum() < y.numel()
 
 
-def test_the_compiled_backward_never_redraws_under_a_memory_budget():
-    import torch._functorch.config as config
-
+@pytest.mark.parametrize("budget", [0.0, 0.1, 0.5])
+def test_the_compiled_backward_never_redraws_under_a_memory_budget(budget):
+    """PyTorch's partitioner would draw again, so a draw inside is refused, and a seed from outside is the way."""
     x = torch.rand(32, 64).add(1).requires_grad_()
-    with config.patch(activation_memory_budget=0.1):
-        step = compiled(lambda x: bias_act_dropout(x.sin().cos(), activation="relu", p=0.5).exp(), "aot_eager")
-        y = step(x)
+
+    def function(x, seed=None):
+        return bias_act_dropout(x.sin().cos(), activation="relu", p=0.5, seed=seed).exp()
+
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        with pytest.raises(Exception, match="activation_memory_budget < 1"):
+            compiled(function, "aot_eager")(x)
+        y = compiled(function, "aot_eager")(x, xfused.new_seed())
         y.sum().backward()
     assert torch.equal(x.grad != 0, y != 1)
 

@@ -34,17 +34,20 @@ def _exp2(x, PTX: tl.constexpr):
 
 
 @jit
-def _exp(x, FAST: tl.constexpr, PTX: tl.constexpr):
-    """e**x. Fast: ex2.approx. Accurate: 2**hi times e**lo, where lo is what rounding x * log2(e) lost; 2 ulp."""
-    LOG2E: tl.constexpr = 1.4426950408889634
+def _exp(x, FAST: tl.constexpr, PTX: tl.constexpr, dx=None):
+    """e**x, or e**(x + dx) where dx is what rounding x lost. FAST: ex2.approx. Else below 1 ulp: 2**i times e**f."""
     if FAST:
-        y = _exp2(x * LOG2E, PTX)
+        y = _exp2(x * 1.4426950408889634, PTX)
     else:
-        x = tl.clamp(x, -150.0, 89.0, tl.PropagateNan.ALL)  # beyond: 0 and inf, without inf - inf
-        hi = x * LOG2E
-        lo = tl.fma(x, LOG2E, -hi) + x * 1.925963033500012e-08  # log2(e) is its fp32 value plus this
-        y = tl.exp2(hi)
-        y = tl.where(y < float("inf"), tl.fma(y, lo * 0.6931471805599453, y), y)
+        x = tl.clamp(x, -150.0, 90.0, tl.PropagateNan.ALL)  # beyond: 0 and inf, without inf - inf
+        i = (x * 1.4426950408889634 + 12582912.0) - 12582912.0  # to the nearest integer: the sum has no fraction bits
+        f = tl.fma(i, -0.693145751953125, x)  # log(2) in two parts, the first short enough for an exact product
+        f = tl.fma(i, -1.428606765330187e-06, f)
+        if dx is not None:
+            f += dx
+        q = 1 / 24 + f * (1 / 120 + f * (1 / 720 + f * (1 / 5040)))
+        y = 1.0 + (f + f * f * (0.5 + f * (1 / 6 + f * q)))
+        y = (2.0 * y) * tl.exp2(i - 1.0)  # 2**128 would be inf where the result is not
     return y
 
 
@@ -87,13 +90,13 @@ def _sigmoid(x, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _sigmoid_and_slope(x, FAST: tl.constexpr, PTX: tl.constexpr):
-    """(s, s * (1 - s)) of s = sigmoid(x)."""
+def _sigmoid_and_slope(x, FAST: tl.constexpr, PTX: tl.constexpr, dx=None):
+    """(s, s * (1 - s)) of s = sigmoid(x), or of x + dx where dx is what rounding x lost."""
     if FAST:
         s = _sigmoid(x, FAST, PTX)
         slope = s * (1.0 - s)
     else:  # 1 - s cancels where s is near 1; with e = e**-|x| both are quotients
-        e = _exp(-tl.abs(x), FAST, PTX)
+        e = _exp(-tl.abs(x), FAST, PTX, dx if dx is None else tl.where(x < 0, dx, -dx))
         r = tl.div_rn(1.0, 1.0 + e)
         s = tl.where(x < 0, e * r, r)
         slope = (e * r) * r
@@ -211,7 +214,9 @@ def _quick_gelu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _quick_gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    s, slope = _sigmoid_and_slope(1.702 * u, FAST, PTX)
+    w = u if FAST else tl.clamp(u, -1e3, 1e3, tl.PropagateNan.ALL)  # a finite product, for its rounding error
+    v = 1.702 * w
+    s, slope = _sigmoid_and_slope(v, FAST, PTX, None if FAST else tl.fma(w, 1.702, -v))
     return g * (s + 1.702 * (u * slope))
 
 
@@ -238,9 +243,9 @@ def _mish(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 def _mish_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     v = tl.clamp(u, -1e4, 20.0, tl.PropagateNan.ALL)  # e**v is 0 below
     e = _exp(v, FAST, PTX)
-    n = e * (e + 2.0)
+    n = e * e + 2.0 * e
     r = _divide(1.0, n + 2.0, FAST, PTX)
-    return g * (n * r + 4.0 * v * (e * r) * ((e + 1.0) * r))
+    return g * (n * r + (4.0 * v) * ((e * e + e) * (r * r)))
 
 
 @jit
@@ -471,7 +476,7 @@ TABLE: dict[str, Entry] = {
         _gelu_tanh,
         _gelu_tanh_backward,
         lambda u: F.gelu(u, approximate="tanh"),
-        lambda g, u: aten.gelu_backward(g, u, approximate="tanh"),
+        lambda g, u: aten.gelu_backward(g, u.clamp(-1e5, 1e5), approximate="tanh"),  # u**3 is free to overflow
         aliases=("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "approx_gelu"),
         twins=(
             (nn.GELU, "approximate", ("tanh",)),

@@ -19,6 +19,7 @@ This file holds the Triton half, the torch half, the threshold, and the drawing 
 import threading
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 
 from ._triton import jit, tl
@@ -167,7 +168,8 @@ def keep_mask_torch(
             draw = word if k % 2 == 1 else ((word << 16) & _LOW) | (word >> 16)
             keep[start : start + block, k] = draw >= T
     skip = row0 % ROWS_PER_CALL
-    return keep.view(-1, cols)[skip : skip + rows]
+    whole = keep.view(-1, cols)
+    return whole if len(whole) == rows else whole[skip : skip + rows].clone()  # no view: an operator's own output
 
 
 # ---------------------------------------------------------------------------------------------------- seeds
@@ -224,6 +226,12 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
                 generator.set_offset(offset + 4)  # PyTorch takes multiples of 4
             key = _mix((generator.initial_seed() ^ _DOMAIN) % 2**64)
             return torch.tensor((key - 2**64 if key >= 2**63 else key, offset), dtype=torch.int64)
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and functorch_config.activation_memory_budget < 1:
+        raise RuntimeError(
+            "dropout in a compiled function with torch._functorch.config.activation_memory_budget < 1: PyTorch's "
+            "partitioner may draw random numbers again in the backward, which would then use another mask. Draw the "
+            "seed outside of the compiled function with xfused.new_seed() and pass it as seed=, or set the budget to 1"
+        )
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device, generator=generator)
 
 

@@ -48,7 +48,8 @@ def tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0
 @jit
 def row_exists(rows, k, first, end, WHOLE: tl.constexpr):
     """Which groups have a k-th row, (BLOCK_G, 1); where all groups are whole, one answer serves all eight."""
-    return rows < end if WHOLE else (rows + k >= first) & (rows + k < end)
+    # one comparison: as unsigned numbers, rows before the first are beyond any end
+    return rows < end if WHOLE else (rows + (k - first)).to(tl.uint32) < tl.maximum(end - first, 0).to(tl.uint32)
 
 
 @jit

@@ -1,6 +1,7 @@
 """What every launcher needs: rows of a tensor, tile sizes, the seed's arguments, counters, and a quick launch."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,12 +52,18 @@ _SPECIALISED = ("n", "stride_x", "stride_dy")  # of a kernel's integers, those w
 
 
 def launch(
-    kernel: Any, grid: int, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, max_registers: int = 0
+    kernel: Any,
+    grid: int,
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    registers: Mapping[int, int],
 ) -> None:
     """kernel[(grid,)](*args, *constants) on the device of the first tensor in `args`, at a fraction of its host time.
 
     Triton's own launch binds and hashes every argument. Here the compiled kernel is looked up by what it depends on:
-    the constants, each tensor's dtype and 16-byte alignment, and the specialised integers' alignment.
+    the constants, each tensor's dtype and 16-byte alignment, and the specialised integers' alignment. `registers`: how
+    many a thread may have, by the GPU's major compute capability; the assembler decides where nothing is given.
     """
     device = args[0].device
     if INTERPRET:
@@ -64,7 +71,7 @@ def launch(
         return
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, args, constants, num_warps, max_registers)
+            return launch(kernel, grid, args, constants, num_warps, registers)
     key = [kernel.__name__, device.index, num_warps, constants]
     for name, arg in zip(kernel.arg_names, args, strict=False):
         if isinstance(arg, Tensor):
@@ -75,8 +82,9 @@ def launch(
             key.append((arg % 16 == 0, arg == 1))
     compiled = _compiled.get(tuple(key))
     if compiled is None:
-        options = {"maxnreg": max_registers} if max_registers and has_ptx(device) else {}
-        options |= {"num_warps": num_warps, "enable_fp_fusion": True}
+        options = {"num_warps": num_warps, "enable_fp_fusion": True}
+        if has_ptx(device) and (limit := registers.get(torch.cuda.get_device_capability(device)[0])):
+            options["maxnreg"] = limit
         _compiled[tuple(key)] = kernel[(grid,)](*args, *constants, **options)
     else:
         compiled[(grid, 1, 1)](*args, *constants)

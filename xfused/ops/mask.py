@@ -40,7 +40,7 @@ def launch_mask(seed: Tensor, rows: int, cols: int, p: float, row0: int, col0: i
     blocks_n = cdiv(cols, block_n)
     groups = cdiv(row0 % philox.ROWS_PER_CALL + rows, philox.ROWS_PER_CALL)
     args = (keep, *seed_args(seed, p), *origin_args(row0, col0), rows, cols, blocks_n)
-    launch(mask_kernel, blocks_n * cdiv(groups, block_g), args, (has_ptx(device), block_g, block_n), warps)
+    launch(mask_kernel, blocks_n * cdiv(groups, block_g), args, (has_ptx(device), block_g, block_n), warps, {})
     return keep.view(torch.bool)
 
 
