@@ -90,7 +90,7 @@ def test_compile_with_cuda_graphs_draws_fresh_masks():
     masks = []
     for _ in range(5):
         torch.compiler.cudagraph_mark_step_begin()
-        x.grad = None
+        x.grad = bias.grad = None  # they lie in memory that the next replay writes
         y = run(x, bias)
         keep = y.detach() != 0
         y.backward(dy)

@@ -97,9 +97,8 @@ def _sigmoid_and_slope(x, FAST: tl.constexpr, PTX: tl.constexpr, dx=None):
         slope = s * (1.0 - s)
     else:  # 1 - s cancels where s is near 1; with e = e**-|x| both are quotients
         e = _exp(-tl.abs(x), FAST, PTX, dx if dx is None else tl.where(x < 0, dx, -dx))
-        r = tl.div_rn(1.0, 1.0 + e)
-        s = tl.where(x < 0, e * r, r)
-        slope = (e * r) * r
+        s = tl.div_rn(tl.where(x < 0, e, 1.0), 1.0 + e)
+        slope = tl.div_rn(e, tl.fma(e, e + 2.0, 1.0))
     return s, slope
 
 
@@ -217,7 +216,7 @@ def _quick_gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     w = u if FAST else tl.clamp(u, -1e3, 1e3, tl.PropagateNan.ALL)  # a finite product, for its rounding error
     v = 1.702 * w
     s, slope = _sigmoid_and_slope(v, FAST, PTX, None if FAST else tl.fma(w, 1.702, -v))
-    return g * (s + 1.702 * (u * slope))
+    return g * tl.fma(v, slope, s)
 
 
 @jit
@@ -235,7 +234,7 @@ def _silu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 def _mish(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     # tanh(log(1 + e)) = n / (n + 2) with e = e**u, n = e * (e + 2); it is 1 in fp32 from u = 9 on
     e = _exp(tl.minimum(u, 20.0, tl.PropagateNan.ALL), FAST, PTX)
-    n = e * (e + 2.0)
+    n = tl.fma(e, e, 2.0 * e)
     return u * _divide(n, n + 2.0, FAST, PTX)
 
 
@@ -243,9 +242,9 @@ def _mish(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 def _mish_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     v = tl.clamp(u, -1e4, 20.0, tl.PropagateNan.ALL)  # e**v is 0 below
     e = _exp(v, FAST, PTX)
-    n = e * e + 2.0 * e
-    r = _divide(1.0, n + 2.0, FAST, PTX)
-    return g * (n * r + (4.0 * v) * ((e * e + e) * (r * r)))
+    n = tl.fma(e, e, 2.0 * e)
+    d = n + 2.0
+    return g * _divide(tl.fma(4.0 * v, tl.fma(e, e, e), n * d), d * d, FAST, PTX)
 
 
 @jit

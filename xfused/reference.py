@@ -3,6 +3,7 @@
 The forward is differentiable to any order. 16-bit tensors are computed in fp32 and rounded once, as in the kernels.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -64,5 +65,5 @@ def bias_act_dropout_backward(
         dx = TABLE[activation].backward(dx, u, *parameters)
     if keep is not None:
         dx = torch.where(keep, dx, 0.0)
-    dbias = None if bias is None else dx.reshape(-1, dx.shape[-1]).sum(0).to(bias.dtype)
+    dbias = None if bias is None else dx.reshape(math.prod(dx.shape[:-1]), dx.shape[-1]).sum(0).to(bias.dtype)
     return dx.to(dy.dtype), dbias
