@@ -216,7 +216,7 @@ def _quick_gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     w = u if FAST else tl.clamp(u, -1e3, 1e3, tl.PropagateNan.ALL)  # a finite product, for its rounding error
     v = 1.702 * w
     s, slope = _sigmoid_and_slope(v, FAST, PTX, None if FAST else tl.fma(w, 1.702, -v))
-    return g * tl.fma(v, slope, s)
+    return g * tl.fma(u, 1.702 * slope, s)  # in this order, finite where 1.702 * u is not
 
 
 @jit
