@@ -148,7 +148,7 @@ def measure(
 
         both()
         peaks[name, "forward"] = peaks[name, "backward"] = peak(both, x)
-    times = timed({"/".join(key): call for key, call in calls.items()}, repeats, device)  # type: ignore[arg-type]
+    times = timed({"/".join(key): call for key, call in calls.items()}, repeats, device)
     copy = statistics.median(times["copy/copy"])
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     rows = []

@@ -20,7 +20,9 @@ BUDGET = {
     "bfloat16/gelu": (26.9, 32),
     "float16/gelu": (26.9, 32),
     "float32/identity": (16, 14),
-    "float32/gelu": (48.5, 70),
+    "float32/silu": (45, 52),
+    "float32/gelu_tanh": (47, 58),
+    "float32/gelu": (48.5, 68),
 }
 SMALL = ["bfloat16/identity", "bfloat16/gelu"]
 CAPABILITIES = {80: SMALL, 90: list(BUDGET), 100: SMALL}

@@ -35,30 +35,33 @@ def _exp2(x, PTX: tl.constexpr):
 
 @jit
 def _exp(x, FAST: tl.constexpr, PTX: tl.constexpr, dx=None):
-    """e**x, or e**(x + dx) where dx is what rounding x lost. FAST: ex2.approx. Else below 1 ulp: 2**i times e**f."""
+    """e**x, or e**(x + dx) where dx is what rounding x lost. FAST: ex2.approx. Else below 1 ulp, for x < 40 only."""
     if FAST:
         y = _exp2(x * 1.4426950408889634, PTX)
-    else:
-        x = tl.clamp(x, -150.0, 90.0, tl.PropagateNan.ALL)  # beyond: 0 and inf, without inf - inf
-        i = (x * 1.4426950408889634 + 12582912.0) - 12582912.0  # to the nearest integer: the sum has no fraction bits
+    else:  # 2**i times e**f
+        x = tl.maximum(x, -110.0, tl.PropagateNan.ALL)
+        t = x * 1.4426950408889634 + 12582912.0  # 3 * 2**22: the sum has no fraction bits, its lowest bits are i
+        i = t - 12582912.0
         f = tl.fma(i, -0.693145751953125, x)  # log(2) in two parts, the first short enough for an exact product
         f = tl.fma(i, -1.428606765330187e-06, f)
         if dx is not None:
             f += dx
         q = 1 / 24 + f * (1 / 120 + f * (1 / 720 + f * (1 / 5040)))
-        y = 1.0 + (f + f * f * (0.5 + f * (1 / 6 + f * q)))
-        y = (2.0 * y) * tl.exp2(i - 1.0)  # 2**128 would be inf where the result is not
+        q = f + f * f * (0.5 + f * (1 / 6 + f * q))
+        # 2**-64 e**f times 2**(i + 64), whose exponent field holds also what is a denormal in the end
+        two_i = ((t.to(tl.uint32, bitcast=True) << 23) + (191 << 23)).to(tl.float32, bitcast=True)
+        y = tl.fma(q, 5.421010862427522e-20, 5.421010862427522e-20) * two_i
     return y
 
 
 @jit
 def _divide(n, d, FAST: tl.constexpr, PTX: tl.constexpr):
-    """n / d, correctly rounded unless FAST."""
-    if FAST:
-        if PTX:
-            y = n * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
-        else:
-            y = n / d
+    """n / d for 1 <= d < 2**126. Unless FAST, below 1 ulp: the quotient is corrected once by its own remainder."""
+    if PTX:
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
+        y = n * r
+        if not FAST:
+            y = tl.fma(tl.fma(-y, d, n), r, y)
     else:
         y = tl.div_rn(n, d)
     return y
@@ -86,7 +89,12 @@ def _log1p(x):
 
 @jit
 def _sigmoid(x, FAST: tl.constexpr, PTX: tl.constexpr):
-    return _divide(1.0, 1.0 + _exp(-x, FAST, PTX), FAST, PTX)
+    if FAST:
+        y = _divide(1.0, 1.0 + _exp(-x, FAST, PTX), FAST, PTX)
+    else:
+        e = _exp(-tl.abs(x), FAST, PTX)
+        y = _divide(tl.where(x < 0, e, 1.0), 1.0 + e, FAST, PTX)
+    return y
 
 
 @jit
@@ -97,8 +105,8 @@ def _sigmoid_and_slope(x, FAST: tl.constexpr, PTX: tl.constexpr, dx=None):
         slope = s * (1.0 - s)
     else:  # 1 - s cancels where s is near 1; with e = e**-|x| both are quotients
         e = _exp(-tl.abs(x), FAST, PTX, dx if dx is None else tl.where(x < 0, dx, -dx))
-        s = tl.div_rn(tl.where(x < 0, e, 1.0), 1.0 + e)
-        slope = tl.div_rn(e, tl.fma(e, e + 2.0, 1.0))
+        s = _divide(tl.where(x < 0, e, 1.0), 1.0 + e, FAST, PTX)
+        slope = _divide(e, tl.fma(e, e + 2.0, 1.0), FAST, PTX)
     return s, slope
 
 
@@ -291,13 +299,14 @@ def _softplus_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _softsign(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return u / (1.0 + tl.abs(u)) if FAST else tl.div_rn(u, 1.0 + tl.abs(u))  # rcp.approx is 0 beyond 2**126
+    d = 1.0 + tl.abs(u)  # may exceed what _divide takes
+    return u / d if FAST else tl.div_rn(u, d)
 
 
 @jit
 def _softsign_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     d = 1.0 + tl.abs(u)
-    return _divide(g, d * d, FAST, PTX)
+    return _divide(g, d * d, FAST, PTX) if FAST else tl.div_rn(g, d * d)
 
 
 @jit
