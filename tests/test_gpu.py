@@ -233,8 +233,8 @@ def test_the_counters_are_left_at_zero_on_the_gpu():
     x, bias, dy = inputs(3000, 1000)
     step(x, bias, dy)
     torch.cuda.synchronize()
-    assert _launch._counters, "no counter is kept for the stream"
-    assert not any(counter.any() for counter in _launch._counters.values())
+    assert _launch._workspaces, "no counter is kept for the stream"
+    assert not any(counters.any() for counters, _ in _launch._workspaces.values())
 
 
 def test_more_column_blocks_than_counters_are_kept_for():

@@ -162,7 +162,7 @@ def test_the_mask_does_not_depend_on_the_block_size(path, block_g, block_n):
     expected = oracle.keep(seed, m, n, p, origin)
     x = torch.ones(m, n, device=path.device)
     groups, blocks_n, args = _grid_args(m, n, origin, seed, p, block_g, block_n)
-    args |= {"scale": 1 / (1 - p), "a": 0.0, "b": 0.0, "DROPOUT": True, "FAST": False, "PTX": has_ptx(x.device)}
+    args |= {"scale": 1 / (1 - p), "a": 0.0, "b": 0.0, "DROPOUT": True, "FAST": 0, "PTX": has_ptx(x.device)}
     args |= {"WHOLE": False, "STAGES": 1, "bias_ptr": None}
     grid = (blocks_n * -(-groups // block_g),)
 
@@ -173,10 +173,12 @@ def test_the_mask_does_not_depend_on_the_block_size(path, block_g, block_n):
     launch(mask_kernel, grid, keep_ptr=keep)
     assert torch.equal(keep.cpu(), expected.to(torch.uint8))
 
-    y = torch.full_like(x, 7)
     act = TABLE["identity"].kernel
-    launch(forward_kernel, grid, x_ptr=x, y_ptr=y, stride_x=n, ACT=act)
-    assert torch.equal(y.cpu(), expected * torch.tensor(1 / (1 - p)))
+    for split_groups in (block_g, 2 * block_g):
+        y = torch.full_like(x, 7)
+        grid = (blocks_n * -(-groups // split_groups),)
+        launch(forward_kernel, grid, x_ptr=x, y_ptr=y, split_groups=split_groups, stride_x=n, ACT=act)
+        assert torch.equal(y.cpu(), expected * torch.tensor(1 / (1 - p)))
 
     for split_groups in (block_g, 2 * block_g):
         splits = -(-groups // split_groups)

@@ -59,7 +59,7 @@ def test_saved_are_x_bias_and_seed_and_no_mask(device, activation, dtype):
         assert len(big) == 1 and big[0].data_ptr() == x.data_ptr() and big[0].dtype == dtype
     small = [t for t in saved if t.numel() < 64 * 16]
     assert all(t.data_ptr() == bias.data_ptr() or (t.shape == (2,) and t.dtype == torch.int64) for t in small)
-    assert len(small) == 2
+    assert len(small) == (1 if device == "cuda" else 2)  # a seed drawn on the host of a GPU is two numbers
     y.sum().backward()
 
 

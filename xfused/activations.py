@@ -1,9 +1,10 @@
 """The activation table: one entry = forward, derivative, torch reference, aliases. A new activation is one entry.
 
-In the kernels an activation is `fn(u, a, b, FAST, PTX)`: u fp32, (a, b) the entry's parameters as fp32 scalars, FAST
-allows approximations that a 16-bit result hides, PTX allows NVIDIA's inline assembly for them. The derivative has the
-same form. In torch it is `forward(u, *parameters)` and `backward(grad, u, *parameters)`, PyTorch's own functions, so
-that the values at kinks and infinities are PyTorch's by construction.
+In the kernels an activation is `fn(c, u, a, b, FAST, PTX)` = c * f(u): c a scalar, u fp32, (a, b) the entry's
+parameters as fp32 scalars, FAST the approximations that the result's rounding hides (0: none, 1: float16's,
+2: bfloat16's), PTX allows NVIDIA's inline assembly for them. The derivative is `fn(g, u, a, b, FAST, PTX)` = g * f'(u).
+In torch it is `forward(u, *parameters)` and `backward(grad, u, *parameters)`, PyTorch's own functions, so that the
+values at kinks and infinities are PyTorch's by construction.
 """
 
 import functools
@@ -88,12 +89,19 @@ def _log1p(x):
 
 
 @jit
-def _sigmoid(x, FAST: tl.constexpr, PTX: tl.constexpr):
+def _reciprocal(c, e, PTX: tl.constexpr):
+    """c / (1 + e), FAST; the scalar c goes into the denominator, where it costs no instruction."""
+    return _divide(1.0, tl.fma(e, 1.0 / c, 1.0 / c), True, PTX)
+
+
+@jit
+def _sigmoid(c, x, FAST: tl.constexpr, PTX: tl.constexpr):
+    """c * sigmoid(x), c a scalar."""
     if FAST:
-        y = _divide(1.0, 1.0 + _exp(-x, FAST, PTX), FAST, PTX)
+        y = _reciprocal(c, _exp(-x, FAST, PTX), PTX)
     else:
         e = _exp(-tl.abs(x), FAST, PTX)
-        y = _divide(tl.where(x < 0, e, 1.0), 1.0 + e, FAST, PTX)
+        y = c * _divide(tl.where(x < 0, e, 1.0), 1.0 + e, FAST, PTX)
     return y
 
 
@@ -101,7 +109,7 @@ def _sigmoid(x, FAST: tl.constexpr, PTX: tl.constexpr):
 def _sigmoid_and_slope(x, FAST: tl.constexpr, PTX: tl.constexpr, dx=None):
     """(s, s * (1 - s)) of s = sigmoid(x), or of x + dx where dx is what rounding x lost."""
     if FAST:
-        s = _sigmoid(x, FAST, PTX)
+        s = _sigmoid(1.0, x, FAST, PTX)
         slope = s * (1.0 - s)
     else:  # 1 - s cancels where s is near 1; with e = e**-|x| both are quotients
         e = _exp(-tl.abs(x), FAST, PTX, dx if dx is None else tl.where(x < 0, dx, -dx))
@@ -119,31 +127,37 @@ def _tanh(x, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _normal_cdf(x, FAST: tl.constexpr, PTX: tl.constexpr):
-    """P(X <= x) of the standard normal distribution."""
+def _normal_cdf(c, x, FAST: tl.constexpr, PTX: tl.constexpr):
+    """c * P(X <= x) of the standard normal distribution, c a scalar."""
     if FAST:
-        # sigmoid of an odd polynomial, fitted to log(cdf(x) / cdf(-x)) for |x| <= 5: the relative error is below 1.4e-5
-        # for x > -3.4, the absolute one below 6e-8 further out. Coefficients times -log2(e).
+        # sigmoid of an odd polynomial fitted to log(cdf(x) / cdf(-x)); coefficients times -log2(e). Relative error for
+        # x > -3.4, and the absolute one of x * cdf(x) further out: 1.4e-5 and 3e-7; in bfloat16 3.7e-4 and 4e-7
         t = x * x
-        p = -3.20521214e-07 + t * 4.06306826e-09
-        p = 1.01085986e-05 + t * p
-        p = -0.000146410981 + t * p
-        p = -0.000154738802 + t * p
-        p = 0.104951503 + t * p
-        p = 2.30214626 + t * p
-        y = _divide(1.0, 1.0 + _exp2(-(x * p), PTX), FAST, PTX)
+        if FAST == 2:
+            p = 2.70415031e-05 + t * -9.99582635e-07
+            p = 0.00089586523 + t * p
+            p = -0.106891038 + t * p
+            p = -2.30071094 + t * p
+        else:
+            p = 3.20521214e-07 + t * -4.06306826e-09
+            p = -1.01085986e-05 + t * p
+            p = 0.000146410981 + t * p
+            p = 0.000154738802 + t * p
+            p = -0.104951503 + t * p
+            p = -2.30214626 + t * p
+        y = _reciprocal(c, _exp2(x * p, PTX), PTX)
     else:
-        y = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        y = c * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
     return y
 
 
-# --------------------------------------------------------------- forward(u) and backward(g, u) = g * f'(u), Triton
+# --------------------------------------------------- forward(c, u) = c f(u) and backward(g, u) = g f'(u), Triton
 # NaN passes through every comparison to the branch that keeps it, as in PyTorch.
 
 
 @jit
-def _identity(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return u
+def _identity(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return c * u
 
 
 @jit
@@ -152,8 +166,8 @@ def _identity_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _relu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.maximum(u, 0.0, tl.PropagateNan.ALL)
+def _relu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return c * tl.maximum(u, 0.0, tl.PropagateNan.ALL)
 
 
 @jit
@@ -162,8 +176,8 @@ def _relu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _leaky_relu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.where(u > 0, u, a * u)
+def _leaky_relu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return c * tl.where(u > 0, u, a * u)
 
 
 @jit
@@ -172,9 +186,9 @@ def _leaky_relu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _relu_squared(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+def _relu_squared(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     r = tl.maximum(u, 0.0, tl.PropagateNan.ALL)
-    return r * r
+    return c * r * r
 
 
 @jit
@@ -183,23 +197,23 @@ def _relu_squared_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _gelu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return u * _normal_cdf(u, FAST, PTX)
+def _gelu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u * _normal_cdf(c, u, FAST, PTX)
 
 
 @jit
 def _gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     bell = _exp2(-0.7213475204444817 * (u * u), PTX) if FAST else _exp(-0.5 * (u * u), FAST, PTX)
-    return g * (_normal_cdf(u, FAST, PTX) + (0.3989422804014327 * u) * bell)
+    return g * (_normal_cdf(1.0, u, FAST, PTX) + (0.3989422804014327 * u) * bell)
 
 
 @jit
-def _gelu_tanh(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+def _gelu_tanh(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     # (1 + tanh(z)) / 2 = sigmoid(2 z), which keeps its relative accuracy in the tail
     if FAST:  # log2(e) goes into the coefficients
-        s = _divide(1.0, 1.0 + _exp2(u * (-2.3022081984 + -0.1029432407 * (u * u)), PTX), FAST, PTX)
+        s = _reciprocal(c, _exp2(u * (-2.3022081984 + -0.1029432407 * (u * u)), PTX), PTX)
     else:
-        s = _sigmoid(u * (1.5957691216057308 + 0.07135481282553506 * (u * u)), FAST, PTX)
+        s = _sigmoid(c, u * (1.5957691216057308 + 0.07135481282553506 * (u * u)), FAST, PTX)
     return u * s
 
 
@@ -207,7 +221,7 @@ def _gelu_tanh(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 def _gelu_tanh_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     t = tl.minimum(u * u, 1e4)  # s is 0 or 1 and its slope 0 beyond; NaN comes back with u
     if FAST:
-        s = _divide(1.0, 1.0 + _exp2(u * (-2.3022081984 + -0.1029432407 * t), PTX), FAST, PTX)
+        s = _reciprocal(1.0, _exp2(u * (-2.3022081984 + -0.1029432407 * t), PTX), PTX)
         slope = s * (1.0 - s)
     else:
         s, slope = _sigmoid_and_slope(u * (1.5957691216057308 + 0.07135481282553506 * t), FAST, PTX)
@@ -215,8 +229,8 @@ def _gelu_tanh_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _quick_gelu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return u * _sigmoid(1.702 * u, FAST, PTX)
+def _quick_gelu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u * _sigmoid(c, 1.702 * u, FAST, PTX)
 
 
 @jit
@@ -228,8 +242,8 @@ def _quick_gelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _silu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return u * _sigmoid(u, FAST, PTX)
+def _silu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u * _sigmoid(c, u, FAST, PTX)
 
 
 @jit
@@ -239,11 +253,11 @@ def _silu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _mish(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+def _mish(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     # tanh(log(1 + e)) = n / (n + 2) with e = e**u, n = e * (e + 2); it is 1 in fp32 from u = 9 on
     e = _exp(tl.minimum(u, 20.0, tl.PropagateNan.ALL), FAST, PTX)
     n = tl.fma(e, e, 2.0 * e)
-    return u * _divide(n, n + 2.0, FAST, PTX)
+    return c * u * _divide(n, n + 2.0, FAST, PTX)
 
 
 @jit
@@ -256,8 +270,8 @@ def _mish_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _elu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.where(u > 0, u, a * _expm1(u, FAST, PTX))
+def _elu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return c * tl.where(u > 0, u, a * _expm1(u, FAST, PTX))
 
 
 @jit
@@ -266,8 +280,8 @@ def _elu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _selu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return 1.0507009873554805 * tl.where(u > 0, u, 1.6732632423543772 * _expm1(u, FAST, PTX))
+def _selu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return (c * 1.0507009873554805) * tl.where(u > 0, u, 1.6732632423543772 * _expm1(u, FAST, PTX))
 
 
 @jit
@@ -276,8 +290,8 @@ def _selu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _celu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.where(u > 0, u, a * _expm1(u * (1.0 / a), FAST, PTX))
+def _celu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return c * tl.where(u > 0, u, a * _expm1(u * (1.0 / a), FAST, PTX))
 
 
 @jit
@@ -286,21 +300,21 @@ def _celu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _softplus(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+def _softplus(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     v = a * u
     log_sum = tl.maximum(v, 0.0, tl.PropagateNan.ALL) + _log1p(_exp(-tl.abs(v), FAST, PTX))
-    return tl.where(v > b, u, log_sum * (1.0 / a))
+    return c * tl.where(v > b, u, log_sum * (1.0 / a))
 
 
 @jit
 def _softplus_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.where(a * u > b, g, g * _sigmoid(a * u, FAST, PTX))
+    return tl.where(a * u > b, g, g * _sigmoid(1.0, a * u, FAST, PTX))
 
 
 @jit
-def _softsign(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+def _softsign(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     d = 1.0 + tl.abs(u)  # may exceed what _divide takes
-    return u / d if FAST else tl.div_rn(u, d)
+    return c * (u / d if FAST else tl.div_rn(u, d))
 
 
 @jit
@@ -316,13 +330,13 @@ def _sigmoid_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _sigmoid_forward(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return _sigmoid(u, FAST, PTX)
+def _sigmoid_forward(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return _sigmoid(c, u, FAST, PTX)
 
 
 @jit
-def _tanh_forward(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return _tanh(u, FAST, PTX)
+def _tanh_forward(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return c * _tanh(u, FAST, PTX)
 
 
 @jit
@@ -332,8 +346,8 @@ def _tanh_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _hardsigmoid(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.clamp(u + 3.0, 0.0, 6.0, tl.PropagateNan.ALL) * (1 / 6)
+def _hardsigmoid(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return tl.clamp(u + 3.0, 0.0, 6.0, tl.PropagateNan.ALL) * (c * (1 / 6))
 
 
 @jit
@@ -342,8 +356,8 @@ def _hardsigmoid_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _hardswish(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return u * (tl.clamp(u + 3.0, 0.0, 6.0, tl.PropagateNan.ALL) * (1 / 6))
+def _hardswish(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return u * (tl.clamp(u + 3.0, 0.0, 6.0, tl.PropagateNan.ALL) * (c * (1 / 6)))
 
 
 @jit
@@ -352,8 +366,8 @@ def _hardswish_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _hardtanh(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.clamp(u, a, b, tl.PropagateNan.ALL)
+def _hardtanh(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return c * tl.clamp(u, a, b, tl.PropagateNan.ALL)
 
 
 @jit
@@ -362,8 +376,8 @@ def _hardtanh_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _relu6(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
-    return tl.clamp(u, 0.0, 6.0, tl.PropagateNan.ALL)
+def _relu6(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+    return c * tl.clamp(u, 0.0, 6.0, tl.PropagateNan.ALL)
 
 
 @jit
@@ -372,9 +386,9 @@ def _relu6_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _smelu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+def _smelu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     r = tl.maximum(u + a, 0.0, tl.PropagateNan.ALL)
-    return tl.where(u >= a, u, r * r * (0.25 / a))
+    return c * tl.where(u >= a, u, r * r * (0.25 / a))
 
 
 @jit
@@ -383,9 +397,9 @@ def _smelu_backward(g, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _star_relu(u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
+def _star_relu(c, u, a, b, FAST: tl.constexpr, PTX: tl.constexpr):
     r = tl.maximum(u, 0.0, tl.PropagateNan.ALL)
-    return a * r * r + b
+    return c * (a * r * r + b)
 
 
 @jit
@@ -401,7 +415,7 @@ class Entry:
     """One activation.
 
     Attributes:
-        kernel, kernel_backward: the @triton.jit pair, f(u, a, b, FAST, PTX) and g * f'(u) as fn(g, u, a, b, FAST, PTX).
+        kernel, kernel_backward: the @triton.jit pair, fn(c, u, a, b, FAST, PTX) = c * f(u) and fn(g, ...) = g * f'(u).
         forward, backward: the torch pair, f(u, *parameters), differentiable, and g * f'(u) as fn(g, u, *parameters).
         parameters: names and default values, at most two; named as PyTorch names them.
         aliases: other names; the transformers library's are among them.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import activation as resolve
-from .ops._check import check_p
+from .ops._check import check_p, is_dtensor
 from .ops.bias_act_dropout import bias_act_dropout
 
 
@@ -64,6 +64,15 @@ class _LinearSkipsBias(nn.Linear):
         return nn.functional.linear(input, self.weight)
 
 
+def _after(linear: Any, x: Tensor, rows: torch.Size | None = None, **options: Any) -> Tensor:
+    """bias_act_dropout(x, linear.bias) on what `linear` put out, under tensor parallelism a shard of it."""
+    if is_dtensor(getattr(linear, "weight", None)):
+        from .sharding import on_shards
+
+        return on_shards(bias_act_dropout, x, linear.bias, parameter=linear.weight, rows=rows, seed=None, **options)
+    return bias_act_dropout(x, linear.bias, **options)
+
+
 class FusedMLP(nn.Module):
     """output_dropout(fc2(dropout(activation(fc1(x))))), the transformer's MLP.
 
@@ -110,11 +119,12 @@ class FusedMLP(nn.Module):
         self.fc2 = last(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.fc1(x)
-        h = bias_act_dropout(h, self.fc1.bias, activation=self.activation, p=self.dropout, training=self.training)
-        y = self.fc2(h)
+        fc1, fc2 = self.fc1, self.fc2
+        h = fc1(x)
+        h = _after(fc1, h, activation=self.activation, p=self.dropout, training=self.training)
+        y = fc2(h)
         if self.output_dropout > 0:
-            y = bias_act_dropout(y, self.fc2.bias, p=self.output_dropout, training=self.training)
+            y = _after(fc2, y, h.shape[:-1], p=self.output_dropout, training=self.training)
         return y
 
     def extra_repr(self) -> str:

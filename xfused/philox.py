@@ -16,6 +16,7 @@ Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 This file holds the Triton half, the torch half, the threshold, and the drawing of seeds (the only state there is).
 """
 
+import functools
 import threading
 
 import torch
@@ -216,23 +217,39 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
     that each replay draws anew.
     """
     if device.type == "cuda" and not torch.compiler.is_compiling():
-        if not (torch._C._are_functorch_transforms_active() or torch.cuda.is_current_stream_capturing()):
-            if generator is None:
-                torch.cuda.init()  # default_generators is empty before
-                index = torch.cuda.current_device() if device.index is None else device.index
-                generator = torch.cuda.default_generators[index]
-            with _draw_lock:
-                offset = generator.get_offset()
-                generator.set_offset(offset + 4)  # PyTorch takes multiples of 4
-            key = _mix((generator.initial_seed() ^ _DOMAIN) % 2**64)
-            return torch.tensor((key - 2**64 if key >= 2**63 else key, offset), dtype=torch.int64)
+        words = draw_seed_words(device, generator)
+        return torch.tensor(words, dtype=torch.int64) if isinstance(words, tuple) else words
     if torch.compiler.is_compiling() and torch.is_grad_enabled() and functorch_config.activation_memory_budget < 1:
         raise RuntimeError(
             "dropout in a compiled function with torch._functorch.config.activation_memory_budget < 1: PyTorch's "
             "partitioner may draw random numbers again in the backward, which would then use another mask. Draw the "
             "seed outside of the compiled function with xfused.new_seed() and pass it as seed=, or set the budget to 1"
         )
+    return _random_words(device, generator)
+
+
+def _random_words(device: torch.device, generator: torch.Generator | None) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device, generator=generator)
+
+
+@functools.lru_cache(maxsize=64)
+def _key_of(initial_seed: int) -> int:
+    key = _mix((initial_seed ^ _DOMAIN) % 2**64)
+    return key - 2**64 if key >= 2**63 else key
+
+
+def draw_seed_words(device: torch.device, generator: torch.Generator | None = None) -> tuple[int, int] | Tensor:
+    """`draw_seed` for a CUDA device outside of compilation: the two words, or a tensor where they are on the device."""
+    if torch._C._are_functorch_transforms_active() or torch.cuda.is_current_stream_capturing():
+        return _random_words(device, generator)
+    if generator is None:
+        torch.cuda.init()  # default_generators is empty before
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    with _draw_lock:
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)  # PyTorch takes multiples of 4
+    return _key_of(generator.initial_seed()), offset
 
 
 def new_seed(device: torch.device | str | None = None, generator: torch.Generator | None = None) -> Tensor:

@@ -35,14 +35,20 @@ def tile_rows(tile_group, m, skip, BLOCK_G: tl.constexpr):
 
 
 @jit
-def tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0, col0, PTX: tl.constexpr):
-    """The random words of a tile; the seed comes from device memory if there is a pointer, else from the arguments."""
+def load_seed(seed_ptr, key, offset):
+    """(key, offset) from device memory if there is a pointer, else the arguments."""
     if seed_ptr is not None:
         key = tl.load(seed_ptr)
         offset = tl.load(seed_ptr + 1)
+    return key.to(tl.int64), offset.to(tl.int64)
+
+
+@jit
+def tile_words(tile_group, tile_col, groups, cols, key, offset, group0, col0, PTX: tl.constexpr):
+    """The random words of a tile."""
     group = (tile_group.to(tl.uint32) + group0.to(tl.uint32)) + groups.to(tl.uint32)
     col = (tile_col.to(tl.uint32) + col0.to(tl.uint32)) + cols.to(tl.uint32)
-    return draw_words(group, col, key.to(tl.int64), offset.to(tl.int64), PTX)
+    return draw_words(group, col, key, offset, PTX)
 
 
 @jit
@@ -85,41 +91,47 @@ def forward_kernel(
     m: tl.int64,
     n: tl.int64,
     blocks_n: tl.int32,
+    split_groups: tl.int32,
     stride_x: tl.int64,
     ACT: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
     PTX: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """y = keep * scale * ACT(x + bias); a program computes 8 * BLOCK_G rows of BLOCK_N columns."""
+    """y = keep * scale * ACT(x + bias); a program walks `split_groups` row groups of BLOCK_N columns."""
     pid = tl.program_id(0)
     tile_col = (pid % blocks_n).to(tl.int64) * BLOCK_N
-    tile_group = (pid // blocks_n).to(tl.int64) * BLOCK_G
-    tile_row, first, end = tile_rows(tile_group, m, skip, BLOCK_G)
+    split = (pid // blocks_n).to(tl.int64)
     groups = tl.arange(0, BLOCK_G)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     rows = groups * 8
     in_n = cols < tl.minimum(n - tile_col, BLOCK_N).to(tl.int32)
-
-    x_tile = x_ptr + (tile_row * stride_x + tile_col) + rows.to(tl.int64) * stride_x + cols
-    xs = load_rows(x_tile, stride_x, rows, first, end, in_n, False)
     if bias_ptr is not None:
         bias = load_bias(bias_ptr + tile_col, cols, in_n, BLOCK_G, BLOCK_N, PTX)
     if DROPOUT:
-        words = tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0, col0, PTX)
+        key, offset = load_seed(seed_ptr, key, offset)
 
-    y_tile = y_ptr + (tile_row * n + tile_col) + rows.to(tl.int64) * n + cols
-    for k in tl.static_range(8):
-        u = widen(xs[k], PTX)
-        if bias_ptr is not None:
-            u += bias
-        y = ACT(u, a, b, FAST, PTX)
+    for step in tl.range(0, split_groups, BLOCK_G, num_stages=STAGES):
+        tile_group = split * split_groups + step
+        tile_row, first, end = tile_rows(tile_group, m, skip, BLOCK_G)
+        x_tile = x_ptr + (tile_row * stride_x + tile_col) + rows.to(tl.int64) * stride_x + cols
+        xs = load_rows(x_tile, stride_x, rows, first, end, in_n, WHOLE)
         if DROPOUT:
-            y = drop(y * scale, words, k, last_dropped.to(tl.uint32), PTX)
-        inside = row_exists(rows, k, first, end, False) & in_n
-        tl.store(y_tile + k * n, y.to(y_ptr.dtype.element_ty), inside)
+            words = tile_words(tile_group, tile_col, groups, cols, key, offset, group0, col0, PTX)
+        y_tile = y_ptr + (tile_row * n + tile_col) + rows.to(tl.int64) * n + cols
+        for k in tl.static_range(8):
+            u = widen(xs[k], PTX)
+            if bias_ptr is not None:
+                u += bias
+            if DROPOUT:
+                y = drop(ACT(scale, u, a, b, FAST, PTX), words, k, last_dropped.to(tl.uint32), PTX)
+            else:
+                y = ACT(1.0, u, a, b, FAST, PTX)
+            tl.store(y_tile + k * n, y.to(y_ptr.dtype.element_ty), row_exists(rows, k, first, end, WHOLE) & in_n)
 
 
 @jit(do_not_specialize=_VARYING)
@@ -172,6 +184,8 @@ def backward_kernel(
     in_n = cols < tl.minimum(n - tile_col, BLOCK_N).to(tl.int32)
     if bias_ptr is not None:
         bias = load_bias(bias_ptr + tile_col, cols, in_n, BLOCK_G, BLOCK_N, PTX)
+    if DROPOUT:
+        key, offset = load_seed(seed_ptr, key, offset)
     column_sum = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)
 
     for step in tl.range(0, split_groups, BLOCK_G, num_stages=STAGES):
@@ -183,7 +197,7 @@ def backward_kernel(
             x_tile = x_ptr + (tile_row * stride_x + tile_col) + rows.to(tl.int64) * stride_x + cols
             xs = load_rows(x_tile, stride_x, rows, first, end, in_n, WHOLE)
         if DROPOUT:
-            words = tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0, col0, PTX)
+            words = tile_words(tile_group, tile_col, groups, cols, key, offset, group0, col0, PTX)
         dx_tile = dx_ptr + (tile_row * n + tile_col) + rows.to(tl.int64) * n + cols
         for k in tl.static_range(8):
             exists = row_exists(rows, k, first, end, WHOLE)
@@ -211,7 +225,7 @@ def backward_kernel(
         if tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel") == splits - 1:
             lanes = tl.arange(0, 16)[:, None]
             total = tl.zeros((16, BLOCK_N), tl.float32)
-            for start in range(0, splits, 16):
+            for start in tl.range(0, splits, 16, loop_unroll_factor=2):
                 part = (start + lanes).to(tl.int64) * n + tile_col + cols
                 total += tl.load(partial_ptr + part, (start + lanes < splits) & in_n, 0.0, cache_modifier=".cg")
             tl.store(dbias_ptr + col, tl.sum(total, 0).to(dbias_ptr.dtype.element_ty), col < n)
@@ -243,7 +257,8 @@ def mask_kernel(
     groups = tl.arange(0, BLOCK_G)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     rows = groups * 8
-    words = tile_words(tile_group, tile_col, groups, cols, seed_ptr, key, offset, group0, col0, PTX)
+    key, offset = load_seed(seed_ptr, key, offset)
+    words = tile_words(tile_group, tile_col, groups, cols, key, offset, group0, col0, PTX)
     keep_tile = keep_ptr + (tile_row * n + tile_col) + rows.to(tl.int64) * n + cols
     for k in tl.static_range(8):
         keep = row_draw(words, k) > last_dropped.to(tl.uint32)

@@ -1,5 +1,6 @@
 """Checks of arguments that operations share. Each raises before anything is launched or changed."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,19 @@ from torch import Tensor
 from ..philox import MAX_COL, MAX_ROW
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether t is a DTensor; does not import torch.distributed.tensor."""
+    if type(t) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
 
 
 def check_p(p: Any, name: str = "p") -> None:
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
+    if type(p) is not float and (isinstance(p, bool) or not isinstance(p, (int, float))):
         raise TypeError(f"{name}: got {type(p).__name__}, takes a number from 0 to 1")
     if not 0 <= p <= 1:  # False for NaN
         raise ValueError(f"{name}: got {p}, takes a number from 0 to 1")
@@ -42,6 +52,8 @@ def check_rows(x: Any, bias: Any) -> None:
 
 
 def check_origin(origin: Any, rows: int, cols: int) -> tuple[int, int]:
+    if origin == (0, 0) and type(rows) is type(cols) is int and rows <= MAX_ROW and cols <= MAX_COL:
+        return 0, 0
     if not isinstance(origin, Sequence) or len(origin) != 2:
         raise TypeError(f"origin: got {origin!r}, takes two ints: row, column")
     row0, col0 = origin
@@ -50,6 +62,8 @@ def check_origin(origin: Any, rows: int, cols: int) -> tuple[int, int]:
             raise TypeError(f"origin: got {origin!r}, takes two ints: row, column")
     if row0 < 0 or col0 < 0:
         raise ValueError(f"origin: got {tuple(origin)}, takes no negative number")
+    if not all(type(value) is int for value in (row0, col0, rows, cols)):
+        return row0, col0  # a symbolic size under torch.compile or torch.export, which a check would restrict
     if row0 + rows - 1 > MAX_ROW:
         raise ValueError(f"origin: got row {row0} for {rows} rows, takes a last row of at most 2**35 - 1")
     if col0 + cols - 1 > MAX_COL:

@@ -1,7 +1,8 @@
 """What every launcher needs: rows of a tensor, tile sizes, the seed's arguments, counters, and a quick launch."""
 
+import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,15 +32,19 @@ def tile(n: int, vector: int, block_n: int, warps: int) -> tuple[int, int, int]:
     return max(1, warps * 32 * vector // block_n), block_n, warps
 
 
-def seed_args(seed: Tensor | None, p: float) -> tuple[Tensor | None, int, int, int]:
-    """seed_ptr, key, offset, last_dropped: a seed on the CPU travels with the launch, another by its address."""
-    last_dropped = max(philox.threshold(p) - 1, 0)
+Seed = Tensor | tuple[int, int] | None
+
+
+def seed_args(seed: Seed) -> tuple[Any, int, int]:
+    """seed_ptr, key, offset: words known to the host travel with the launch, a seed on the device by its address."""
     if seed is None:
-        return None, 0, 0, last_dropped
+        return None, 0, 0
+    if isinstance(seed, tuple):
+        return None, *seed
     if seed.device.type != "cpu":
-        return seed, 0, 0, last_dropped
+        return seed, 0, 0
     key, offset = seed.tolist()
-    return None, key, offset, last_dropped
+    return None, key, offset
 
 
 def origin_args(row0: int, col0: int) -> tuple[int, int, int]:
@@ -58,17 +63,19 @@ def launch(
     constants: tuple[Any, ...],
     num_warps: int,
     registers: Mapping[int, int],
-) -> None:
+) -> Callable[..., None] | None:
     """kernel[(grid,)](*args, *constants) on the device of the first tensor in `args`, at a fraction of its host time.
 
     Triton's own launch binds and hashes every argument. Here the compiled kernel is looked up by what it depends on:
     the constants, each tensor's dtype and 16-byte alignment, and the specialised integers' alignment. `registers`: how
     many a thread may have, by the GPU's major compute capability; the assembler decides where nothing is given.
+
+    Returns a function that launches the same compiled kernel on the same grid with other arguments, or None.
     """
     device = args[0].device
     if INTERPRET:
         kernel[(grid,)](*args, *constants, num_warps=num_warps)
-        return
+        return None
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, args, constants, num_warps, registers)
@@ -82,38 +89,86 @@ def launch(
             key.append((arg % 16 == 0, arg == 1))
     compiled = _compiled.get(tuple(key))
     if compiled is None:
-        options = {"num_warps": num_warps, "enable_fp_fusion": True}
+        options = {"num_warps": warps_of(num_warps), "enable_fp_fusion": True}
         if has_ptx(device) and (limit := registers.get(torch.cuda.get_device_capability(device)[0])):
             options["maxnreg"] = limit
-        _compiled[tuple(key)] = kernel[(grid,)](*args, *constants, **options)
-    else:
-        compiled[(grid, 1, 1)](*args, *constants)
+        compiled = _compiled[tuple(key)] = kernel[(grid,)](*args, *constants, **options)
+        return compiled[(grid, 1, 1)]
+    runner = compiled[(grid, 1, 1)]
+    runner(*args, *constants)
+    return runner
+
+
+class Prepared:
+    """Launches known by all that decides them, so that a call has only to pass its pointers and its seed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+    def get(self, key: Any, device: torch.device) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """(function, last arguments), if that key was put and `device` is the current one."""
+        known = self._known.get(key)
+        return known if known is not None and device.index == torch.cuda.current_device() else None
+
+    def put(self, key: Any, function: Callable[..., None] | None, last: tuple[Any, ...]) -> None:
+        if function is not None:
+            if len(self._known) >= 4096:  # shapes that never come back
+                self._known.clear()
+            self._known[key] = function, last
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream's handle."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 128
+
+
+def walk(groups: int, blocks_n: int, block_g: int, most: int, device: torch.device) -> int:
+    """Row groups that a program walks: `most`, or fewer where the grid would not fill the GPU."""
+    while most > block_g and blocks_n * cdiv(groups, most) < 8 * multiprocessors(device):
+        most //= 2
+    return max(most, block_g)
+
+
+def warps_of(num_warps: int) -> int:
+    """Warps of the thread count that 32 threads a warp would give: AMD's data-centre GPUs have 64."""
+    return max(1, num_warps // 2) if torch.version.hip is not None else num_warps
 
 
 _COUNTERS = 1 << 16
-_counters: dict[tuple[int, int], Tensor] = {}
+_PARTIALS = 1 << 18
+_workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
-def counters(blocks: int, device: torch.device) -> Tensor:
-    """int32 zeros for `blocks` column blocks, which each launch leaves at zero.
+def workspace(blocks: int, partials: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(int32 zeros for `blocks` column blocks, which each launch leaves at zero; room for `partials` fp32 numbers).
 
-    One buffer a stream, since launches on one stream do not overlap; a graph under capture gets its own, which its
-    replays zero.
+    One a stream, since launches on one stream do not overlap; a graph under capture gets its own, which its replays
+    zero.
     """
     if device.type != "cuda" or blocks > _COUNTERS or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(blocks, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    key = (index, torch.cuda.current_stream(index).cuda_stream)
-    if key not in _counters:
+        return (
+            torch.zeros(blocks, dtype=torch.int32, device=device),
+            torch.empty(partials, dtype=torch.float32, device=device),
+        )
+    key = device.index, stream_of(device)
+    if key not in _workspaces:
         # In a thread of its own: the warm-up of torch.compile's CUDA graphs sends this thread's allocations to a
         # memory pool whose blocks it reclaims behind their owners' back.
-        thread = threading.Thread(target=_new_counters, args=(key,))
+        thread = threading.Thread(target=_new_workspace, args=(key,))
         thread.start()
         thread.join()
-    return _counters[key]
+    counters, room = _workspaces[key]
+    return counters, room if partials <= _PARTIALS else torch.empty(partials, dtype=torch.float32, device=device)
 
 
-def _new_counters(key: tuple[int, int]) -> None:
-    zeros = torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", key[0]))
-    torch.cuda.synchronize(key[0])  # once: whichever stream uses it next finds zeros
-    _counters[key] = zeros
+def _new_workspace(key: tuple[int, int]) -> None:
+    device = torch.device("cuda", key[0])
+    zeros = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    room = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
+    torch.cuda.synchronize(device)  # once: whichever stream uses it next finds zeros
+    _workspaces[key] = zeros, room

@@ -13,13 +13,28 @@ from .._triton import has_ptx, runs_kernels
 from ..activations import TABLE
 from ..activations import activation as resolve
 from ..kernels.bias_act_dropout import backward_kernel, forward_kernel
-from ._check import check_origin, check_p, check_rows
-from ._launch import as_rows, cdiv, counters, launch, origin_args, seed_args, tile
+from ._check import check_origin, check_p, check_rows, is_dtensor
+from ._launch import (
+    Prepared,
+    Seed,
+    as_rows,
+    cdiv,
+    launch,
+    origin_args,
+    seed_args,
+    stream_of,
+    tile,
+    walk,
+    workspace,
+)
 
-SPLIT_ROWS = 256  # rows of a backward program: its fp32 column sums are then 1/128 of the bytes of a bf16 x at most
-STAGES = 3  # of software pipelining in its loop
-REGISTERS = {10: 112}  # a thread of the forward may have; left to itself the assembler takes 96 there, and spills
-REGISTERS_BACKWARD = {9: 168, 10: 168}  # six programs then fit the 65,536 of a multiprocessor
+# (columns, warps) of a tile, tiles that a program walks at most, stages of software pipelining
+FORWARD_TILE, FORWARD_STEPS, FORWARD_STAGES = (256, 2), 2, 3
+BACKWARD_TILE, BACKWARD_STEPS, BACKWARD_STAGES = (128, 2), 8, 3
+# registers of a thread by compute capability: eight forward or six backward programs fit a multiprocessor's 65,536
+FORWARD_REGISTERS = {9: 128, 10: 128}
+BACKWARD_REGISTERS = {9: 168, 10: 168}
+FAST = {torch.float16: 1, torch.bfloat16: 2}
 
 _OPTIONS = "str activation, float[] parameters, float p, SymInt row0, SymInt col0"
 torch.library.define("xfused::bias_act_dropout", f"(Tensor x, Tensor? bias, Tensor? seed, {_OPTIONS}) -> Tensor")
@@ -65,6 +80,21 @@ def _keep(t: Tensor, seed: Tensor | None, p: float, row0: int, col0: int) -> Ten
     return torch.ops.xfused.dropout_mask(seed, rows, t.shape[-1], p, row0, col0, t.device).view(t.shape)
 
 
+def _composed(
+    x: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    activation: str,
+    parameters: Sequence[float],
+    p: float,
+    row0: int,
+    col0: int,
+) -> Tensor:
+    """In plain torch, given the mask."""
+    keep = _keep(x, seed, p, row0, col0)
+    return reference.bias_act_dropout(x, bias, keep, philox.keep_scale(p), activation, parameters)
+
+
 def _forward(
     x: Tensor,
     bias: Tensor | None,
@@ -77,8 +107,7 @@ def _forward(
 ) -> Tensor:
     if _on_kernels(x):
         return launch_forward(x, bias, seed, activation, parameters, p, row0, col0)
-    keep = _keep(x, seed, p, row0, col0)
-    y = reference.bias_act_dropout(x, bias, keep, philox.keep_scale(p), activation, parameters)
+    y = _composed(x, bias, seed, activation, parameters, p, row0, col0)
     return x.new_empty(x.shape).copy_(y) if y is x or not y.is_contiguous() else y
 
 
@@ -107,10 +136,13 @@ def _backward(
 torch.library.impl("xfused::bias_act_dropout_backward", "CompositeExplicitAutograd")(_backward)
 
 
+_known_forwards, _known_backwards = Prepared(), Prepared()
+
+
 def launch_forward(
     x: Tensor,
     bias: Tensor | None,
-    seed: Tensor | None,
+    seed: Seed,
     activation: str,
     parameters: Sequence[float],
     p: float,
@@ -118,35 +150,50 @@ def launch_forward(
     col0: int,
 ) -> Tensor:
     """One launch; x is not empty."""
-    n = x.shape[-1]
-    rows = as_rows(x, n)
-    m = rows.shape[0]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block_g, block_n, warps = tile(n, 16 // x.itemsize, 256, 2)
+    device, shape = x.device, x.shape
+    n = shape[-1]
+    rows = x if x.is_contiguous() else as_rows(x, n)
+    if bias is not None:
+        bias = bias.contiguous()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    seed_ptr, key, offset = seed_args(seed)
+    case = (
+        activation, *parameters, p, row0, col0, shape, x.dtype, device, seed_ptr is None, rows.stride(),
+        rows.data_ptr() % 16 == 0, None if bias is None else (bias.dtype, bias.data_ptr() % 16 == 0),
+    )  # fmt: skip
+    if (known := _known_forwards.get(case, device)) is not None:
+        known[0](rows, bias, y, seed_ptr, key, offset, *known[1], stream=stream_of(device))
+        return y
+    rows = rows.reshape(-1, n)
+    m, stride = rows.shape[0], rows.stride(0)
+    block_g, block_n, warps = tile(n, 16 // x.itemsize, *FORWARD_TILE)
     blocks_n = cdiv(n, block_n)
-    groups = cdiv(row0 % philox.ROWS_PER_CALL + m, philox.ROWS_PER_CALL)
-    args = (
-        rows,
-        None if bias is None else bias.contiguous(),
-        y,
-        *seed_args(seed, p),
-        philox.keep_scale(p),
+    skip = row0 % philox.ROWS_PER_CALL
+    groups = cdiv(skip + m, philox.ROWS_PER_CALL)
+    split_groups = walk(groups, blocks_n, block_g, FORWARD_STEPS * block_g, device)
+    last = (
+        *p_args(p),
         *(*parameters, 0.0, 0.0)[:2],
         *origin_args(row0, col0),
         m,
         n,
         blocks_n,
-        rows.stride(0),
+        split_groups,
+        stride,
     )
     constants = (
         TABLE[activation].kernel,
         philox.threshold(p) > 0,
-        x.itemsize == 2,
-        has_ptx(x.device),
+        FAST.get(x.dtype, 0),
+        has_ptx(device),
+        skip == 0 and m % philox.ROWS_PER_CALL == 0,
         block_g,
         block_n,
+        FORWARD_STAGES,
     )
-    launch(forward_kernel, blocks_n * cdiv(groups, block_g), args, constants, warps, REGISTERS)
+    args = (rows, bias, y, seed_ptr, key, offset, *last)
+    again = launch(forward_kernel, blocks_n * cdiv(groups, split_groups), args, constants, warps, FORWARD_REGISTERS)
+    _known_forwards.put(case, again, (*last, *constants))
     return y
 
 
@@ -154,7 +201,7 @@ def launch_backward(
     dy: Tensor,
     x: Tensor | None,
     bias: Tensor | None,
-    seed: Tensor | None,
+    seed: Seed,
     activation: str,
     parameters: Sequence[float],
     p: float,
@@ -162,27 +209,43 @@ def launch_backward(
     col0: int,
 ) -> tuple[Tensor, Tensor]:
     """One launch, which also finishes dbias; dy is not empty."""
-    n = dy.shape[-1]
-    dy_rows = as_rows(dy, n)
-    x_rows = None if x is None else as_rows(x, n)
-    m = dy_rows.shape[0]
-    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    dbias = torch.empty(0 if bias is None else n, dtype=(dy if bias is None else bias).dtype, device=dy.device)
-    block_g, block_n, warps = tile(n, 16 // dy.itemsize, 128, dy.itemsize)
+    device, shape = dy.device, dy.shape
+    n = shape[-1]
+    dy_rows = dy if dy.is_contiguous() else as_rows(dy, n)
+    x_rows = x if x is None or x.is_contiguous() else as_rows(x, n)
+    if bias is not None:
+        bias = bias.contiguous()
+    dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    dbias = dy.new_empty(0) if bias is None else torch.empty_like(bias)
+    seed_ptr, key, offset = seed_args(seed)
+    case = (
+        activation, *parameters, p, row0, col0, shape, dy.dtype, device, seed_ptr is None, dy_rows.stride(),
+        dy_rows.data_ptr() % 16 == 0, None if x_rows is None else (x_rows.stride(), x_rows.data_ptr() % 16 == 0),
+        None if bias is None else (bias.dtype, bias.data_ptr() % 16 == 0),
+    )  # fmt: skip
+
+    def tensors(blocks_n: int, partials: int) -> tuple[Any, ...]:
+        if bias is None:
+            return dy_rows, x_rows, None, dx, None, None, None, seed_ptr, key, offset
+        arrived, partial = workspace(blocks_n, partials, device)
+        return dy_rows, x_rows, None if x is None else bias, dx, dbias, partial, arrived, seed_ptr, key, offset
+
+    if (known := _known_backwards.get(case, device)) is not None:
+        again, (work, last) = known
+        again(*tensors(*work), *last, stream=stream_of(device))
+        return dx, dbias
+    stride_dy = dy_rows.reshape(-1, n).stride(0)
+    stride_x = 0 if x_rows is None else x_rows.reshape(-1, n).stride(0)
+    block_g, block_n, warps = tile(n, 16 // dy.itemsize, BACKWARD_TILE[0], BACKWARD_TILE[1] * dy.itemsize // 2)
     blocks_n = cdiv(n, block_n)
     skip = row0 % philox.ROWS_PER_CALL
-    split_groups = max(block_g, SPLIT_ROWS // philox.ROWS_PER_CALL)
-    splits = cdiv(cdiv(skip + m, philox.ROWS_PER_CALL), split_groups)
-    args = (
-        dy_rows,
-        x_rows,
-        None if x is None or bias is None else bias.contiguous(),
-        dx,
-        None if bias is None else dbias,
-        None if bias is None else torch.empty((splits, n), dtype=torch.float32, device=dy.device),
-        None if bias is None else counters(blocks_n, dy.device),
-        *seed_args(seed, p),
-        philox.keep_scale(p),
+    m = dy.numel() // n
+    groups = cdiv(skip + m, philox.ROWS_PER_CALL)
+    split_groups = walk(groups, blocks_n, block_g, BACKWARD_STEPS * block_g, device)
+    splits = cdiv(groups, split_groups)
+    work = blocks_n, splits * n
+    last = (
+        *p_args(p),
         *(*parameters, 0.0, 0.0)[:2],
         *origin_args(row0, col0),
         m,
@@ -190,21 +253,28 @@ def launch_backward(
         blocks_n,
         splits,
         split_groups,
-        dy_rows.stride(0),
-        0 if x_rows is None else x_rows.stride(0),
+        stride_dy,
+        stride_x,
     )
     constants = (
         TABLE[activation].kernel_backward,
         philox.threshold(p) > 0,
-        dy.itemsize == 2,
-        has_ptx(dy.device),
+        FAST.get(dy.dtype, 0),
+        has_ptx(device),
         skip == 0 and m % philox.ROWS_PER_CALL == 0,
         block_g,
         block_n,
-        STAGES,
+        BACKWARD_STAGES,
     )
-    launch(backward_kernel, blocks_n * splits, args, constants, warps, REGISTERS_BACKWARD)
+    args = (*tensors(*work), *last)
+    launched = launch(backward_kernel, blocks_n * splits, args, constants, warps, BACKWARD_REGISTERS)
+    _known_backwards.put(case, launched, (work, (*last, *constants)))
     return dx, dbias
+
+
+def p_args(p: float) -> tuple[int, float]:
+    """last_dropped, scale; for p = 1, where nothing is kept, a scale that can be divided by."""
+    return max(philox.threshold(p) - 1, 0), philox.keep_scale(p) or 1.0
 
 
 # --------------------------------------------------------------------------------------------------- autograd
@@ -273,6 +343,61 @@ class _BiasActDropout(torch.autograd.Function):
         return dx, None if bias is None else dbias, *[None] * 6
 
 
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _BiasActDropout.setup_context(ctx, inputs, output)
+
+
+def _autograd_of_the_operator(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    return _BiasActDropout.backward(ctx, dy)
+
+
+# for exported programs, which call the operator without the Function
+torch.library.register_autograd("xfused::bias_act_dropout", _autograd_of_the_operator, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The same in plain eager mode on a GPU, less the operator's dispatch; the seed is a tensor or the two words."""
+
+    @staticmethod
+    def forward(ctx, x, bias, seed, activation, parameters, p, row0, col0):
+        words = seed if isinstance(seed, tuple) else None
+        ctx.save_for_backward(None if activation == "identity" else x, bias, None if words else seed)
+        ctx.options = words, activation, parameters, p, row0, col0
+        return launch_forward(x, bias, seed, activation, parameters, p, row0, col0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, bias, seed = ctx.saved_tensors
+        words, *options = ctx.options
+        if type(dy) is Tensor and not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0:
+            dx, dbias = launch_backward(dy, x, bias, words or seed, *options)
+        else:
+            seed = torch.tensor(words) if words else seed
+            backward = _Backward.apply if torch.is_grad_enabled() else _backward_op
+            dx, dbias = backward(dy, x, bias, seed, *options)
+        return dx, None if bias is None else dbias, None, None, None, None, None, None
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain_eager(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether nothing but a kernel has to see the call: no subclass, transform, tracing or dispatch mode."""
+    return (
+        type(x) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
+        and _on_kernels(x)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+# Function.apply, less its look at the signature of `forward` at every call, which takes longer than the rest
+_apply = super(torch.autograd.Function, _BiasActDropout).apply
+_apply_eager = super(torch.autograd.Function, _Eager).apply
+
+
 # ----------------------------------------------------------------------------------------------------- public
 
 
@@ -289,7 +414,7 @@ def bias_act_dropout(
     """dropout(activation(x + bias)), one kernel forward and one backward.
 
     Args:
-        x: (..., N), float32, bfloat16, float16 or float64.
+        x: (..., N), float32, bfloat16, float16 or float64; a DTensor too, see `xfused.sharding`.
         bias: (N,) of any of these dtypes, or None. x + bias is not rounded to x's dtype.
         activation: what `xfused.activation` takes: a name, a torch.nn activation module, a torch function.
         p: probability that an element is set to 0; the others are scaled by 1 / (1 - p). As in
@@ -304,19 +429,35 @@ def bias_act_dropout(
     """
     act = resolve(activation)
     check_p(p)
+    if is_dtensor(x) or is_dtensor(bias):
+        from ..sharding import on_shards
+
+        return on_shards(bias_act_dropout, x, bias, activation=act, p=p, training=training, seed=seed, origin=origin)
     check_rows(x, bias)
     n = x.shape[-1]
     row0, col0 = check_origin(origin, math.prod(x.shape[:-1]), n)
     if seed is not None:
         seed = philox.as_seed(seed, x.device)
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if _is_plain_eager(x, bias):
+        words: Seed = seed
+        if not training or p == 0:
+            p, words = 0.0, None
+        elif seed is None:
+            words = philox.draw_seed_words(x.device)
+        elif seed.device.type == "cpu":
+            words = tuple(seed.tolist())
+        return (_apply_eager if needs_grad else launch_forward)(
+            x, bias, words, act.name, act.parameters, float(p), row0, col0
+        )
     if not training or p == 0:
         p, seed = 0.0, None
     elif seed is None:
         seed = philox.draw_seed(x.device)
     args = (x, bias, seed, act.name, list(act.parameters), float(p), row0, col0)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    transformed = torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_compiling() and transformed:
+        return _composed(*args)  # Dynamo inlines a Function's forward there, and its gradient would be lost
+    if torch.compiler.is_compiling() or transformed:
         return _BiasActDropout.apply(*args)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        # Function.apply, less its look at the signature of `forward` at every call, which takes longer than the rest
-        return super(torch.autograd.Function, _BiasActDropout).apply(*args)
-    return _forward_op(*args)
+    return (_apply if needs_grad else _forward_op)(*args)

@@ -35,11 +35,12 @@ torch.library.impl("xfused::dropout_mask", "CompositeExplicitAutograd")(_mask)
 
 def launch_mask(seed: Tensor, rows: int, cols: int, p: float, row0: int, col0: int, device: torch.device) -> Tensor:
     """The kernel's mask; rows, cols and p above 0."""
+    last_dropped = max(philox.threshold(p) - 1, 0)
     keep = torch.empty((rows, cols), dtype=torch.uint8, device=device)
     block_g, block_n, warps = tile(cols, 8, 256, 2)
     blocks_n = cdiv(cols, block_n)
     groups = cdiv(row0 % philox.ROWS_PER_CALL + rows, philox.ROWS_PER_CALL)
-    args = (keep, *seed_args(seed, p), *origin_args(row0, col0), rows, cols, blocks_n)
+    args = (keep, *seed_args(seed), last_dropped, *origin_args(row0, col0), rows, cols, blocks_n)
     launch(mask_kernel, blocks_n * cdiv(groups, block_g), args, (has_ptx(device), block_g, block_n), warps, {})
     return keep.view(torch.bool)
 
