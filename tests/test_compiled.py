@@ -1,5 +1,18 @@
-"""What the compiler makes of the kernels, with no GPU: access width, spills, shared memory, instructions an element."""
+"""What the compiler makes of the kernels, with no GPU: access width, spills, shared memory, registers, instructions.
 
+compile_kernels.py says what is compiled, and which cases stand for the rest. compile_budget.csv holds, for sm_90:
+instructions    a thread executes an element: the forward and the mask kernel whole, the backward kernel's loop. A bf16
+                element may cost 31 at copy speed on an H200.
+outside         instructions outside of that loop
+registers       of a thread
+bytes           of the narrowest access to global memory there
+spilled         bytes a thread moves to and from local memory, and its stack
+An entry is the worse of what Triton 3.6 and 3.8 make; less is never an error. After a change that is meant to be:
+    python tests/compile_kernels.py --write
+"""
+
+import csv
+import fcntl
 import json
 import os
 import subprocess
@@ -8,72 +21,128 @@ from pathlib import Path
 
 import pytest
 
+import xfused
+
 pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all compilations
 
-# Instructions a thread executes an element: the forward kernel whole, the backward kernel's loop, in the code for
-# sm_90. What Triton 3.6 and 3.9 make differs by up to 2%. A bf16 element may cost 31 at copy speed on an H200.
-BUDGET = {
-    "bfloat16/identity": (14.6, 13),
-    "bfloat16/relu": (15.6, 18),
-    "bfloat16/silu": (20.6, 25),
-    "bfloat16/gelu_tanh": (21.8, 29),
-    "bfloat16/gelu": (26.9, 32),
-    "float16/gelu": (26.9, 32),
-    "float32/identity": (16, 14),
-    "float32/silu": (45, 52),
-    "float32/gelu_tanh": (47, 58),
-    "float32/gelu": (48.5, 68),
-}
-SMALL = ["bfloat16/identity", "bfloat16/gelu"]
-CAPABILITIES = {80: SMALL, 90: list(BUDGET), 100: SMALL}
+NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+AMD = ("gfx942", "gfx950")
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+SLACK = {"instructions": 1.03, "outside": 1.1}  # between Triton versions; one instruction an element of 30 is 3.3%
+SLACK_REGISTERS = 8  # they are handed out by eights
+# where rows are not known to begin at multiples of 16 bytes; there narrow accesses are right
+NARROW = ("n1000", "n50257", "n1", "strided")
 
 
-@pytest.fixture(scope="module", params=CAPABILITIES, ids=lambda capability: f"sm_{capability}")
-def compiled(request):
-    """(compute capability, case -> direction -> facts)."""
-    script = Path(__file__).with_name("compile_kernels.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(script.parent.parent)}
-    command = [sys.executable, str(script), str(request.param), *CAPABILITIES[request.param]]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return request.param, json.loads(run.stdout)
+def table():
+    """case -> column -> number."""
+    with SCRIPT.with_name("compile_budget.csv").open(newline="") as file:
+        return {
+            row.pop("case"): {column: float(value) for column, value in row.items()} for row in csv.DictReader(file)
+        }
 
 
-def test_global_accesses_are_16_bytes_wide(compiled):
-    for case, directions in compiled[1].items():
-        for direction, facts in directions.items():
-            accesses = [name for name in facts["opcodes"] if name.startswith(("LDG.", "STG.", "LDGSTS."))]
-            narrow = [name for name in accesses if "128" not in name]
-            assert accesses and not narrow, (case, direction, narrow)
+@pytest.fixture(scope="session")
+def everything(tmp_path_factory, request):
+    """target -> case -> facts, compiled once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+    path = shared / "compiled.json"
+    with (shared / "compiled.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(xfused.__file__).parents[1])}
+            run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment)
+            assert run.returncode == 0, run.stderr
+            path.write_text(run.stdout)
+    return json.loads(path.read_text())
 
 
-def test_nothing_spills(compiled):
-    for case, directions in compiled[1].items():
-        for direction, facts in directions.items():
-            assert facts["stack"] == facts["local"] == 0, (case, direction, facts)
-            assert not [name for name in facts["opcodes"] if name.startswith(("LDL", "STL"))], (case, direction)
+@pytest.fixture
+def cases(everything, target):
+    """case -> facts of one target."""
+    facts = everything[target]
+    if isinstance(facts, str):
+        pytest.skip(facts)
+    return facts
 
 
-def test_forward_uses_no_shared_memory(compiled):
-    for case, directions in compiled[1].items():
-        facts = directions["forward"]
-        assert facts["shared"] == 0, case
-        assert not [name for name in facts["opcodes"] if name.startswith(("LDS", "STS", "BAR"))], case
+on_nvidia = pytest.mark.parametrize("target", NVIDIA)
+on_amd = pytest.mark.parametrize("target", AMD)
 
 
-def test_backward_shares_only_what_it_prefetches(compiled):
-    """Rows pass through shared memory as 16-byte copies; the random words never do."""
-    for case, directions in compiled[1].items():
-        opcodes = directions["backward"]["opcodes"]
-        assert directions["backward"]["looped"], case
-        assert not [name for name in opcodes if name.startswith("STS")], case
-        assert opcodes["LDS.128"] == sum(count for name, count in opcodes.items() if name.startswith("LDGSTS")), case
+def aligned(cases, *kernels):
+    return {case: facts for case, facts in cases.items() if case.startswith(kernels) and not case.endswith(NARROW)}
 
 
-def test_instructions_per_element(compiled):
-    capability, cases = compiled
-    if capability != 90:
-        pytest.skip("the budget is counted for sm_90")
-    for case, directions in cases.items():
-        for direction, budget in zip(("forward", "backward"), BUDGET[case], strict=True):
-            assert directions[direction]["instructions_per_element"] <= budget, (case, direction)
+def test_every_activation_and_kernel_is_held(everything):
+    held = {f"{kernel}/bfloat16/{name}" for kernel in ("forward", "backward") for name in xfused.activations()}
+    if not isinstance(everything["sm_90"], str):
+        assert everything["sm_90"].keys() == table().keys(), "python tests/compile_kernels.py --write"
+    assert {*held, "mask/bool/none"} <= table().keys()
+
+
+@on_nvidia
+def test_global_accesses_are_16_bytes_wide(cases):
+    # a seed in device memory is read in words of 8 bytes
+    rows = {case: facts for case, facts in aligned(cases, "forward", "backward").items() if "seed" not in case}
+    assert rows and not {case: facts["bytes"] for case, facts in rows.items() if facts["bytes"] != 16}
+
+
+@on_nvidia
+def test_nothing_spills(cases):
+    """Beyond what the table admits: none on the other targets."""
+    admitted = {case: row["spilled"] for case, row in table().items()} if "forward/bfloat16/relu" in cases else {}
+    assert not {case: facts["spilled"] for case, facts in cases.items() if facts["spilled"] > admitted.get(case, 0)}
+
+
+@on_nvidia
+def test_forward_uses_no_shared_memory(cases):
+    for case, facts in aligned(cases, "forward").items():
+        assert facts["shared"] == facts["shared_read"] == facts["shared_written"] == facts["prefetched"] == 0, case
+
+
+@on_nvidia
+def test_backward_shares_only_what_it_prefetches(cases):
+    """Rows pass through shared memory as asynchronous copies; the random words never do."""
+    for case, facts in aligned(cases, "backward").items():
+        assert facts["looped"] and facts["shared_written"] == 0, case
+        assert facts["shared_read"] == facts["prefetched"] > 0, (case, facts)
+
+
+@pytest.mark.parametrize("target", ["sm_90"])
+@pytest.mark.parametrize("column", ["instructions", "outside", "registers", "bytes"])
+def test_cost_is_within_the_table(cases, column):
+    over = {}
+    for case, row in table().items():
+        found, budget = cases[case][column], row[column]
+        if column == "bytes":
+            within = found >= budget
+        else:
+            limit = budget + SLACK_REGISTERS if column == "registers" else budget * SLACK[column]
+            within = found <= limit
+        if not within:
+            over[case] = f"{found:g}, table {budget:g}"
+    assert not over
+
+
+@on_amd
+def test_amd_binary_without_scratch_memory(cases):
+    for case, facts in cases.items():
+        assert facts["binary"] > 0 and facts["spilled"] == 0, (case, facts)
+
+
+@on_amd
+def test_amd_global_accesses_are_wide(cases):
+    # the launchers' tiles give each of 32 lanes 16 bytes; here a wave has 64
+    rows = aligned(cases, "forward", "backward")
+    assert rows and not {case: facts["bytes"] for case, facts in rows.items() if facts["bytes"] < 8}
+
+
+@pytest.mark.gpu
+def test_what_the_sanitizer_runs_is_right():
+    environment = {**os.environ, "PYTHONPATH": str(Path(xfused.__file__).parents[1])}
+    script = SCRIPT.with_name("sanitize.py")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0 and run.stdout.split()[-1] == "done", run.stderr
