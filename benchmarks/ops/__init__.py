@@ -1,0 +1,1 @@
+"""The registry's entries, one file an op."""
