@@ -98,15 +98,10 @@ def test_nothing_spills(cases):
 
 
 @on_nvidia
-def test_forward_uses_no_shared_memory(cases):
-    for case, facts in aligned(cases, "forward").items():
-        assert facts["shared"] == facts["shared_read"] == facts["shared_written"] == facts["prefetched"] == 0, case
-
-
-@on_nvidia
-def test_backward_shares_only_what_it_prefetches(cases):
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_only_what_is_prefetched_is_shared(cases, direction):
     """Rows pass through shared memory as asynchronous copies; the random words never do."""
-    for case, facts in aligned(cases, "backward").items():
+    for case, facts in aligned(cases, direction).items():
         assert facts["looped"] and facts["shared_written"] == 0, case
         assert facts["shared_read"] == facts["prefetched"] > 0, (case, facts)
 
