@@ -61,6 +61,7 @@ OP = {
     "seed a float": ({"seed": 1.0}, TypeError, ["seed: got float", "int"]),
     "seed a bool": ({"seed": True}, TypeError, ["seed: got bool", "int"]),
     "seed a string": ({"seed": "1"}, TypeError, ["seed: got str", "int"]),
+    "origin of bools": ({"origin": (False, False)}, TypeError, ["origin: got (False, False)", "two ints"]),
     "origin's row negative": ({"origin": (-1, 0)}, ValueError, ["origin: got (-1, 0)", "negative"]),
     "origin's column negative": ({"origin": (0, -2)}, ValueError, ["origin: got (0, -2)", "negative"]),
     "last row too far": ({"origin": (BIG[0] - 2, 0)}, ValueError, ["origin: got row", "2**35 - 1"]),

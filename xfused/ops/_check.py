@@ -10,12 +10,12 @@ from torch import Tensor
 from ..philox import MAX_COL, MAX_ROW
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # of what a tensor argument may be, all but subclasses
 
 
 def is_dtensor(t: Any) -> bool:
     """Whether t is a DTensor; does not import torch.distributed.tensor."""
-    if type(t) in _PLAIN:
+    if type(t) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
@@ -52,8 +52,6 @@ def check_rows(x: Any, bias: Any) -> None:
 
 
 def check_origin(origin: Any, rows: int, cols: int) -> tuple[int, int]:
-    if origin == (0, 0) and type(rows) is type(cols) is int and rows <= MAX_ROW and cols <= MAX_COL:
-        return 0, 0
     if not isinstance(origin, Sequence) or len(origin) != 2:
         raise TypeError(f"origin: got {origin!r}, takes two ints: row, column")
     row0, col0 = origin

@@ -89,7 +89,7 @@ def launch(
             key.append((arg % 16 == 0, arg == 1))
     compiled = _compiled.get(tuple(key))
     if compiled is None:
-        options = {"num_warps": warps_of(num_warps), "enable_fp_fusion": True}
+        options = {"num_warps": num_warps, "enable_fp_fusion": True}
         if has_ptx(device) and (limit := registers.get(torch.cuda.get_device_capability(device)[0])):
             options["maxnreg"] = limit
         compiled = _compiled[tuple(key)] = kernel[(grid,)](*args, *constants, **options)
@@ -132,11 +132,6 @@ def walk(groups: int, blocks_n: int, block_g: int, most: int, device: torch.devi
     while most > block_g and blocks_n * cdiv(groups, most) < 8 * multiprocessors(device):
         most //= 2
     return max(most, block_g)
-
-
-def warps_of(num_warps: int) -> int:
-    """Warps of the thread count that 32 threads a warp would give: AMD's data-centre GPUs have 64."""
-    return max(1, num_warps // 2) if torch.version.hip is not None else num_warps
 
 
 _COUNTERS = 1 << 16

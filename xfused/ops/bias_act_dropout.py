@@ -13,7 +13,7 @@ from .._triton import has_ptx, runs_kernels
 from ..activations import TABLE
 from ..activations import activation as resolve
 from ..kernels.bias_act_dropout import backward_kernel, forward_kernel
-from ._check import check_origin, check_p, check_rows, is_dtensor
+from ._check import PLAIN, check_origin, check_p, check_rows, is_dtensor
 from ._launch import (
     Prepared,
     Seed,
@@ -350,16 +350,10 @@ class _BiasActDropout(torch.autograd.Function):
         return dx, None if bias is None else dbias, *[None] * 6
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _BiasActDropout.setup_context(ctx, inputs, output)
-
-
-def _autograd_of_the_operator(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return _BiasActDropout.backward(ctx, dy)
-
-
 # for exported programs, which call the operator without the Function
-torch.library.register_autograd("xfused::bias_act_dropout", _autograd_of_the_operator, setup_context=_setup_context)
+torch.library.register_autograd(
+    "xfused::bias_act_dropout", _BiasActDropout.backward, setup_context=_BiasActDropout.setup_context
+)
 
 
 class _Eager(torch.autograd.Function):
@@ -385,14 +379,11 @@ class _Eager(torch.autograd.Function):
         return dx, None if bias is None else dbias, None, None, None, None, None, None
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def _is_plain_eager(x: Tensor, bias: Tensor | None) -> bool:
     """Whether nothing but a kernel has to see the call: no subclass, transform, tracing or dispatch mode."""
     return (
-        type(x) in _PLAIN
-        and (bias is None or type(bias) in _PLAIN)
+        type(x) in PLAIN
+        and type(bias) in PLAIN
         and _on_kernels(x)
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
