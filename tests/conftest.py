@@ -38,3 +38,16 @@ def fixed_seed():
     if torch.are_deterministic_algorithms_enabled():  # the call itself imports torch._inductor, for many seconds
         torch.use_deterministic_algorithms(False)
     torch.set_grad_enabled(True)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The keyword arguments of every call that a patched module makes of the fused operation."""
+    from xfused.patch import table
+
+    calls = []
+    real = table.bias_act_dropout
+    monkeypatch.setattr(
+        table, "bias_act_dropout", lambda *args, **kwargs: calls.append(kwargs) or real(*args, **kwargs)
+    )
+    return calls

@@ -164,18 +164,11 @@ def _check_compiled(step, x, bias):
 
 
 @on_devices
-def test_compile_draws_a_fresh_mask_a_call_that_its_backward_shares(device):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_draws_a_fresh_mask_a_call_that_its_backward_shares(device, backend):
     x = torch.rand(32, 64, device=device).add(1).requires_grad_()
     bias = torch.rand(64, device=device).requires_grad_()
-    step = compiled(lambda x, bias: bias_act_dropout(x, bias, activation="relu", p=0.5), "aot_eager")
-    _check_compiled(step, x, bias)
-
-
-@on_devices
-def test_compile_by_inductor(device):
-    x = torch.rand(32, 64, device=device).add(1).requires_grad_()
-    bias = torch.rand(64, device=device).requires_grad_()
-    step = compiled(lambda x, bias: bias_act_dropout(x, bias, activation="relu", p=0.5), "inductor")
+    step = compiled(lambda x, bias: bias_act_dropout(x, bias, activation="relu", p=0.5), backend)
     _check_compiled(step, x, bias)
 
 

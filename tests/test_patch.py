@@ -14,17 +14,6 @@ from xfused.patch import source, table
 
 
 @pytest.fixture
-def used(monkeypatch):
-    """The keyword arguments of every call of the fused operation."""
-    calls = []
-    real = table.bias_act_dropout
-    monkeypatch.setattr(
-        table, "bias_act_dropout", lambda *args, **kwargs: calls.append(kwargs) or real(*args, **kwargs)
-    )
-    return calls
-
-
-@pytest.fixture
 def numbered(monkeypatch):
     """The n-th dropout of a run, fused or not, drops by seed n."""
     calls = []

@@ -8,18 +8,6 @@ import torch
 from torch import nn
 
 import xfused
-from xfused.patch import table
-
-
-@pytest.fixture
-def used(monkeypatch):
-    """The keyword arguments of every call of the fused operation."""
-    calls = []
-    real = table.bias_act_dropout
-    monkeypatch.setattr(
-        table, "bias_act_dropout", lambda *args, **kwargs: calls.append(kwargs) or real(*args, **kwargs)
-    )
-    return calls
 
 
 def test_torch_nn(used):
