@@ -65,12 +65,15 @@ def override(variant: Variant | None, direction: str, kept: list[Any]) -> Iterat
     values: list[tuple[Any, str, Any]] = [(cache, CACHE[1], kept[0])]
     values += [(launcher, name, value) for name, value in zip(known, kept[1:], strict=True)]
     if variant is not None:
-        tile = variant.block_g, variant.block_n, variant.num_warps
-        values.append((launcher, "tile", lambda *args, **kwargs: tile))
-        if variant.steps:
-            values.append((launcher, f"{direction.upper()}_STEPS", variant.steps))
+        choice = f"{direction}_tiles"
+        own: Callable[..., tuple[int, int, int, int]] = getattr(launcher, choice, lambda: (0, 0, 0, 0))
+
+        def chosen(*args: Any) -> tuple[int, int, int, int]:
+            return variant.block_g, variant.block_n, variant.num_warps, variant.steps or own(*args)[3]
+
+        values.append((launcher, choice, chosen))
         if variant.stages:
-            values.append((launcher, f"{direction.upper()}_STAGES", variant.stages))
+            values.append((launcher, "STAGES", variant.stages))
         if variant.registers:
             limits = dict.fromkeys(range(8, 20), variant.registers) if variant.registers > 0 else {}
             values.append((launcher, f"{direction.upper()}_REGISTERS", limits))
@@ -153,9 +156,7 @@ def compiles(case: Case, options: argparse.Namespace, report: Callable[[str], No
     return good
 
 
-def add_options(
-    parser: argparse.ArgumentParser, shape: Callable[[str], Any], activation: Callable[[str], str]
-) -> None:
+def add_options(parser: argparse.ArgumentParser, shape: Callable[[str], Any], activation: Callable[[str], str]) -> None:
     parser.add_argument("--direction", choices=DIRECTIONS, default="forward", help="(default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"])
     parser.add_argument("--activation", type=activation, nargs="+", default=["gelu"])

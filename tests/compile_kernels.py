@@ -55,6 +55,7 @@ SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}  #
 # The plain call is (8192, 16384) with p = 0.1, bias, a seed that travels with the launch, and origin (0, 0).
 VARIANTS = {
     "small": {"m": 128, "n": 512},
+    "middle": {"m": 2048, "n": 4096},
     "ragged": {"m": 8191},
     "shard": {"row0": 3, "col0": 5},
     "p0": {"p": 0.0},
@@ -137,9 +138,12 @@ def compiled(target, kernel, args, constants, warps, registers):
             if specialised and value % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     options = {"num_warps": warps, "enable_fp_fusion": True}
+    source = ASTSource(kernel, signature, constexprs, attributes)
     if target in NVIDIA and (limit := registers.get(int(target[3:]) // 10)):
-        options["maxnreg"] = limit
-    return build(target, ASTSource(kernel, signature, constexprs, attributes), options)
+        limited = build(target, source, {**options, "maxnreg": limit})
+        if not resources(limited)[1]:
+            return limited
+    return build(target, source, options)
 
 
 def build(target, source, options):
@@ -192,19 +196,25 @@ def row_loop(instructions):
     return best
 
 
+def resources(kernel):
+    """(registers, bytes of the stack and of local memory) of a thread: the driver calls the latter spills."""
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump(kernel, "-res-usage"))
+    return int(usage.group(1)), int(usage.group(2)) + int(usage.group(3))
+
+
 def nvidia_facts(kernel, itemsize):
     """What the disassembly shows, with everything a thread executes an element counted in the loop over rows if any."""
     listing = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", cuobjdump(kernel, "-sass"), re.MULTILINE)
     listing = [(int(address, 16), text) for address, text in listing if opcode(text) != "NOP"]
-    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump(kernel, "-res-usage"))
+    registers, local = resources(kernel)
     body, outside = row_loop(listing)
     whole = [text for _, text in listing]
     return {
         "instructions": round(len(body) * itemsize / moved(body, "STG"), 2),
         "outside": len(outside),
-        "registers": int(usage.group(1)),
+        "registers": registers,
         "bytes": min(size(name) for name in map(opcode, body) if name.split(".")[0] in ("LDG", "STG", "LDGSTS")),
-        "spilled": int(usage.group(2)) + int(usage.group(3)) + moved(whole, "LDL", "STL"),
+        "spilled": local + moved(whole, "LDL", "STL"),
         "shared": kernel.metadata.shared,
         "shared_read": moved(body, "LDS", "LDSM"),
         "shared_written": moved(body, "STS", "STSM"),

@@ -163,8 +163,9 @@ def test_the_mask_does_not_depend_on_the_block_size(path, block_g, block_n):
     x = torch.ones(m, n, device=path.device)
     groups, blocks_n, args = _grid_args(m, n, origin, seed, p, block_g, block_n)
     args |= {"scale": 1 / (1 - p), "a": 0.0, "b": 0.0, "DROPOUT": True, "FAST": 0, "PTX": has_ptx(x.device)}
-    args |= {"WHOLE": False, "STAGES": 1, "bias_ptr": None}
-    grid = (blocks_n * -(-groups // block_g),)
+    tiles = -(-groups // block_g)
+    args |= {"WHOLE": False, "STAGES": 1, "ALIGN": 1, "bias_ptr": None, "tiles": tiles}
+    grid = (blocks_n * tiles,)
 
     def launch(kernel, grid, **tensors):
         kernel[grid](**{name: value for name, value in {**args, **tensors}.items() if name in kernel.arg_names})
@@ -174,14 +175,12 @@ def test_the_mask_does_not_depend_on_the_block_size(path, block_g, block_n):
     assert torch.equal(keep.cpu(), expected.to(torch.uint8))
 
     act = TABLE["identity"].kernel
-    for split_groups in (block_g, 2 * block_g):
+    for splits in (tiles, -(-tiles // 2)):
         y = torch.full_like(x, 7)
-        grid = (blocks_n * -(-groups // split_groups),)
-        launch(forward_kernel, grid, x_ptr=x, y_ptr=y, split_groups=split_groups, stride_x=n, ACT=act)
+        launch(forward_kernel, (blocks_n * splits,), x_ptr=x, y_ptr=y, splits=splits, stride_x=n, ACT=act)
         assert torch.equal(y.cpu(), expected * torch.tensor(1 / (1 - p)))
 
-    for split_groups in (block_g, 2 * block_g):
-        splits = -(-groups // split_groups)
+    for splits in (tiles, -(-tiles // 2)):
         dx, dbias = torch.full_like(x, 7), torch.full((n,), 7.0, device=path.device)
         partial = torch.full((splits, n), torch.nan, device=path.device)
         arrived = torch.zeros(blocks_n, dtype=torch.int32, device=path.device)
@@ -195,7 +194,6 @@ def test_the_mask_does_not_depend_on_the_block_size(path, block_g, block_n):
             partial_ptr=partial,
             arrived_ptr=arrived,
             splits=splits,
-            split_groups=split_groups,
             stride_dy=n,
             stride_x=0,
             ACT=TABLE["identity"].kernel_backward,

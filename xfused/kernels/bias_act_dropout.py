@@ -10,7 +10,8 @@ from .._triton import jit, tl
 from ..philox import draw_words, drop, row_draw
 
 # Values that change from call to call must not change the compiled kernel: Triton specialises 1 and multiples of 16
-_VARYING = ["key", "offset", "last_dropped", "group0", "col0", "skip", "m", "blocks_n", "splits", "split_groups"]
+_VARYING = ["key", "offset", "last_dropped", "group0", "col0", "skip", "m", "n", "blocks_n", "tiles", "splits"]
+_VARYING += ["stride_x", "stride_dy"]
 
 
 @jit
@@ -23,6 +24,12 @@ def widen(x, PTX: tl.constexpr):
     else:
         y = x.to(tl.float32)
     return y
+
+
+@jit
+def multiple_of(value, ALIGN: tl.constexpr):
+    """`value`, of which the compiler then knows that ALIGN divides it: a hint on an argument has no effect."""
+    return value // ALIGN * ALIGN
 
 
 @jit
@@ -91,21 +98,27 @@ def forward_kernel(
     m: tl.int64,
     n: tl.int64,
     blocks_n: tl.int32,
-    split_groups: tl.int32,
+    tiles: tl.int32,
+    splits: tl.int32,
     stride_x: tl.int64,
     ACT: tl.constexpr,
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
     PTX: tl.constexpr,
     WHOLE: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y = keep * scale * ACT(x + bias); a program walks `split_groups` row groups of BLOCK_N columns."""
+    """y = keep * scale * ACT(x + bias); of each column block's `tiles`, a program takes every `splits`-th.
+
+    So the programs that run together read neighbouring rows.
+    """
+    n, stride_x = multiple_of(n, ALIGN), multiple_of(stride_x, ALIGN)
     pid = tl.program_id(0)
     tile_col = (pid % blocks_n).to(tl.int64) * BLOCK_N
-    split = (pid // blocks_n).to(tl.int64)
+    split = pid // blocks_n
     groups = tl.arange(0, BLOCK_G)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     rows = groups * 8
@@ -115,8 +128,8 @@ def forward_kernel(
     if DROPOUT:
         key, offset = load_seed(seed_ptr, key, offset)
 
-    for step in tl.range(0, split_groups, BLOCK_G, num_stages=STAGES):
-        tile_group = split * split_groups + step
+    for tile in tl.range(split, tiles, splits, num_stages=STAGES):
+        tile_group = tl.cast(tile, tl.int64) * BLOCK_G
         tile_row, first, end = tile_rows(tile_group, m, skip, BLOCK_G)
         x_tile = x_ptr + (tile_row * stride_x + tile_col) + rows.to(tl.int64) * stride_x + cols
         xs = load_rows(x_tile, stride_x, rows, first, end, in_n, WHOLE)
@@ -156,8 +169,8 @@ def backward_kernel(
     m: tl.int64,
     n: tl.int64,
     blocks_n: tl.int32,
+    tiles: tl.int32,
     splits: tl.int32,
-    split_groups: tl.int32,
     stride_dy: tl.int64,
     stride_x: tl.int64,
     ACT: tl.constexpr,
@@ -165,15 +178,18 @@ def backward_kernel(
     FAST: tl.constexpr,
     PTX: tl.constexpr,
     WHOLE: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dx = ACT'(x + bias) * keep * scale * dy and dbias = sum of dx over rows; ACT is g * derivative.
 
-    A program walks `split_groups` row groups of BLOCK_N columns and writes fp32 column sums to `partial` (splits, n).
-    The last program of a column block to arrive adds the partials, always in the same order, and resets the counter.
+    Of each column block's `tiles`, a program takes every `splits`-th and writes its fp32 column sums to `partial`
+    (splits, n). The last program of a column block to arrive adds the partials, always in the same order, and resets
+    the counter.
     """
+    n, stride_dy, stride_x = multiple_of(n, ALIGN), multiple_of(stride_dy, ALIGN), multiple_of(stride_x, ALIGN)
     pid = tl.program_id(0)
     block = pid % blocks_n
     split = pid // blocks_n
@@ -188,8 +204,8 @@ def backward_kernel(
         key, offset = load_seed(seed_ptr, key, offset)
     column_sum = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)
 
-    for step in tl.range(0, split_groups, BLOCK_G, num_stages=STAGES):
-        tile_group = split.to(tl.int64) * split_groups + step
+    for tile in tl.range(split, tiles, splits, num_stages=STAGES):
+        tile_group = tl.cast(tile, tl.int64) * BLOCK_G
         tile_row, first, end = tile_rows(tile_group, m, skip, BLOCK_G)
         dy_tile = dy_ptr + (tile_row * stride_dy + tile_col) + rows.to(tl.int64) * stride_dy + cols
         dys = load_rows(dy_tile, stride_dy, rows, first, end, in_n, WHOLE)
@@ -223,11 +239,12 @@ def backward_kernel(
         tl.store(partial_ptr + split.to(tl.int64) * n + col, tl.sum(column_sum, 0), col < n)
         tl.debug_barrier()  # every thread's stores come before the one thread's release
         if tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel") == splits - 1:
-            lanes = tl.arange(0, 16)[:, None]
-            total = tl.zeros((16, BLOCK_N), tl.float32)
-            for start in tl.range(0, splits, 16, loop_unroll_factor=2):
-                part = (start + lanes).to(tl.int64) * n + tile_col + cols
-                total += tl.load(partial_ptr + part, (start + lanes < splits) & in_n, 0.0, cache_modifier=".cg")
+            at_once: tl.constexpr = 2048 // BLOCK_N
+            total = tl.zeros((at_once, BLOCK_N), tl.float32)
+            for start in tl.range(0, splits, at_once, loop_unroll_factor=2):
+                parts = start + tl.arange(0, at_once)[:, None]
+                part = parts.to(tl.int64) * n + tile_col + cols
+                total += tl.load(partial_ptr + part, (parts < splits) & in_n, 0.0, cache_modifier=".cg")
             tl.store(dbias_ptr + col, tl.sum(total, 0).to(dbias_ptr.dtype.element_ty), col < n)
             tl.store(arrived_ptr + block, 0)
 
@@ -246,10 +263,12 @@ def mask_kernel(
     n: tl.int64,
     blocks_n: tl.int32,
     PTX: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """keep (m, n), one byte an element, for a tile of 8 * BLOCK_G rows and BLOCK_N columns."""
+    n = multiple_of(n, ALIGN)
     pid = tl.program_id(0)
     tile_col = (pid % blocks_n).to(tl.int64) * BLOCK_N
     tile_group = (pid // blocks_n).to(tl.int64) * BLOCK_G

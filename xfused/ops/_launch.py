@@ -1,6 +1,7 @@
 """What every launcher needs: rows of a tensor, tile sizes, the seed's arguments, counters, and a quick launch."""
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,10 +27,27 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tile(n: int, vector: int, block_n: int, warps: int) -> tuple[int, int, int]:
-    """(BLOCK_G, BLOCK_N, num_warps) where each thread holds `vector` neighbouring columns of one row group."""
+def tile(n: int, vector: int, block_n: int, threads: int) -> tuple[int, int]:
+    """(BLOCK_G, BLOCK_N) where each thread holds `vector` neighbouring columns of one row group."""
     block_n = min(block_n, next_power_of_2(n))
-    return max(1, warps * 32 * vector // block_n), block_n, warps
+    return max(1, threads * vector // block_n), block_n
+
+
+def alignment(most: int, *elements: int) -> int:
+    """The largest power of two, up to `most`, that divides all of `elements`."""
+    together = functools.reduce(operator.or_, elements, most)
+    return together & -together
+
+
+def vector(elements: int, itemsize: int, device: torch.device) -> int:
+    """Neighbouring columns that a thread holds: 16 bytes, or less where so few threads would not hide latency."""
+    columns = 16 // itemsize
+    warps = elements // (philox.ROWS_PER_CALL * 32 * multiprocessors(device))  # a multiprocessor, of single columns
+    if warps < 64 * columns:
+        columns //= 2
+        if warps < 4 * columns:
+            columns //= 2
+    return columns
 
 
 Seed = Tensor | tuple[int, int] | None
@@ -53,7 +71,6 @@ def origin_args(row0: int, col0: int) -> tuple[int, int, int]:
 
 
 _compiled: dict[Any, Any] = {}
-_SPECIALISED = ("n", "stride_x", "stride_dy")  # of a kernel's integers, those whose alignment the compiler uses
 
 
 def launch(
@@ -67,8 +84,8 @@ def launch(
     """kernel[(grid,)](*args, *constants) on the device of the first tensor in `args`, at a fraction of its host time.
 
     Triton's own launch binds and hashes every argument. Here the compiled kernel is looked up by what it depends on:
-    the constants, each tensor's dtype and 16-byte alignment, and the specialised integers' alignment. `registers`: how
-    many a thread may have, by the GPU's major compute capability; the assembler decides where nothing is given.
+    the constants, and each tensor's dtype and 16-byte alignment; no integer is specialised. `registers`: how many a
+    thread may have, by the GPU's major compute capability; the assembler decides where nothing is given or that spills.
 
     Returns a function that launches the same compiled kernel on the same grid with other arguments, or None.
     """
@@ -80,19 +97,19 @@ def launch(
         with torch.cuda.device(device):
             return launch(kernel, grid, args, constants, num_warps, registers)
     key = [kernel.__name__, device.index, num_warps, constants]
-    for name, arg in zip(kernel.arg_names, args, strict=False):
+    for arg in args:
         if isinstance(arg, Tensor):
             key.append((arg.dtype, arg.data_ptr() % 16 == 0))
         elif arg is None:
             key.append(None)
-        elif name in _SPECIALISED:
-            key.append((arg % 16 == 0, arg == 1))
     compiled = _compiled.get(tuple(key))
     if compiled is None:
         options = {"num_warps": num_warps, "enable_fp_fusion": True}
-        if has_ptx(device) and (limit := registers.get(torch.cuda.get_device_capability(device)[0])):
-            options["maxnreg"] = limit
-        compiled = _compiled[tuple(key)] = kernel[(grid,)](*args, *constants, **options)
+        limit = registers.get(torch.cuda.get_device_capability(device)[0]) if has_ptx(device) else None
+        compiled = kernel[(grid,)](*args, *constants, **options, **({"maxnreg": limit} if limit else {}))
+        if limit and compiled.n_spills:  # a second launch writes what the first did
+            compiled = kernel[(grid,)](*args, *constants, **options)
+        _compiled[tuple(key)] = compiled
         return compiled[(grid, 1, 1)]
     runner = compiled[(grid, 1, 1)]
     runner(*args, *constants)
@@ -125,13 +142,6 @@ def stream_of(device: torch.device) -> int:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 128
-
-
-def walk(groups: int, blocks_n: int, block_g: int, most: int, device: torch.device) -> int:
-    """Row groups that a program walks: `most`, or fewer where the grid would not fill the GPU."""
-    while most > block_g and blocks_n * cdiv(groups, most) < 8 * multiprocessors(device):
-        most //= 2
-    return max(most, block_g)
 
 
 _COUNTERS = 1 << 16

@@ -10,7 +10,7 @@ from .. import philox
 from .._triton import has_ptx, runs_kernels
 from ..kernels.bias_act_dropout import mask_kernel
 from ._check import check_origin, check_p
-from ._launch import cdiv, launch, origin_args, seed_args, tile
+from ._launch import alignment, cdiv, launch, origin_args, seed_args, tile
 
 torch.library.define(
     "xfused::dropout_mask",
@@ -37,11 +37,13 @@ def launch_mask(seed: Tensor, rows: int, cols: int, p: float, row0: int, col0: i
     """The kernel's mask; rows, cols and p above 0."""
     last_dropped = max(philox.threshold(p) - 1, 0)
     keep = torch.empty((rows, cols), dtype=torch.uint8, device=device)
-    block_g, block_n, warps = tile(cols, 8, 256, 2)
+    warps = 2
+    block_g, block_n = tile(cols, 8, 256, 32 * warps)
     blocks_n = cdiv(cols, block_n)
     groups = cdiv(row0 % philox.ROWS_PER_CALL + rows, philox.ROWS_PER_CALL)
     args = (keep, *seed_args(seed), last_dropped, *origin_args(row0, col0), rows, cols, blocks_n)
-    launch(mask_kernel, blocks_n * cdiv(groups, block_g), args, (has_ptx(device), block_g, block_n), warps, {})
+    constants = has_ptx(device), alignment(8, cols), block_g, block_n
+    launch(mask_kernel, blocks_n * cdiv(groups, block_g), args, constants, warps, {})
     return keep.view(torch.bool)
 
 
