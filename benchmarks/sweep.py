@@ -32,7 +32,8 @@ OP = "bias_act_dropout"
 OWN = "own choice"
 # by name, as no public module has them: the launcher of the op, and where it keeps compiled kernels
 LAUNCHER, CACHE = "xfused.ops.bias_act_dropout", ("xfused.ops._launch", "_compiled")
-DIRECTIONS = ("forward", "backward")
+CHOICES = {"forward": "row_tiles", "backward": "column_sum_tiles"}
+DIRECTIONS = tuple(CHOICES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +66,19 @@ def override(variant: Variant | None, direction: str, kept: list[Any]) -> Iterat
     values: list[tuple[Any, str, Any]] = [(cache, CACHE[1], kept[0])]
     values += [(launcher, name, value) for name, value in zip(known, kept[1:], strict=True)]
     if variant is not None:
-        choice = f"{direction}_tiles"
-        own: Callable[..., tuple[int, int, int, int]] = getattr(launcher, choice, lambda: (0, 0, 0, 0))
+        choice = CHOICES[direction]
+        own = getattr(launcher, choice, None)
 
-        def chosen(*args: Any) -> tuple[int, int, int, int]:
-            return variant.block_g, variant.block_n, variant.num_warps, variant.steps or own(*args)[3]
+        def chosen(*args: Any) -> Any:
+            assert own is not None
+            tiles = own(*args)._replace(block_g=variant.block_g, block_n=variant.block_n, warps=variant.num_warps)
+            if variant.steps:
+                tiles = tiles._replace(each=variant.steps)
+            return tiles._replace(registers=max(variant.registers, 0)) if variant.registers else tiles
 
         values.append((launcher, choice, chosen))
         if variant.stages:
             values.append((launcher, "STAGES", variant.stages))
-        if variant.registers:
-            limits = dict.fromkeys(range(8, 20), variant.registers) if variant.registers > 0 else {}
-            values.append((launcher, f"{direction.upper()}_REGISTERS", limits))
     for where, name, _ in values:
         if not hasattr(where, name):
             raise ValueError(f"{where.__name__} has no {name} that could be replaced")

@@ -37,6 +37,8 @@ from triton.runtime.cache import get_cache_manager
 import xfused
 import xfused.ops.bias_act_dropout as op
 import xfused.ops.mask as mask_op
+from xfused.ops import _tiles
+from xfused.ops._launch import LIMITED
 
 TABLE = Path(__file__).with_name("compile_budget.csv")
 COLUMNS = ("instructions", "outside", "registers", "bytes", "spilled")
@@ -88,7 +90,7 @@ def cases(target):
 
 
 def recorded(target, case):
-    """(kernel, arguments, constants, warps, registers by capability) of the one launch that the launcher makes."""
+    """(kernel, arguments, constants, warps, registers) of the one launch that the launcher makes."""
     kernel, dtype_name, activation, variant = (*case.split("/"), None)[:4]
     call = {"m": 8192, "n": 16384, "p": 0.1, "bias": "same", "seed_device": "cpu", "row0": 0, "col0": 0}
     call |= {"stride": None} | VARIANTS.get(variant, {})
@@ -97,8 +99,8 @@ def recorded(target, case):
     def launch(kernel, grid, args, constants, num_warps, registers):
         launches.append((kernel, args, constants, num_warps, registers))
 
-    for module in (op, mask_op):
-        module.launch = launch
+    op.launch = mask_op.launch = launch
+    for module in (op, mask_op, _tiles):
         module.has_ptx = lambda device: target in NVIDIA
     seed = torch.zeros(2, dtype=torch.int64, device=call["seed_device"])
     m, n, p, origin = call["m"], call["n"], call["p"], (call["row0"], call["col0"])
@@ -139,8 +141,8 @@ def compiled(target, kernel, args, constants, warps, registers):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     options = {"num_warps": warps, "enable_fp_fusion": True}
     source = ASTSource(kernel, signature, constexprs, attributes)
-    if target in NVIDIA and (limit := registers.get(int(target[3:]) // 10)):
-        limited = build(target, source, {**options, "maxnreg": limit})
+    if registers and target in NVIDIA and int(target[3:]) // 10 in LIMITED:
+        limited = build(target, source, {**options, "maxnreg": registers})
         if not resources(limited)[1]:
             return limited
     return build(target, source, options)

@@ -432,9 +432,9 @@ def test_sweep_replaces_what_the_launcher_reads():
     for direction in sweep.DIRECTIONS:
         with pytest.raises(KeyError), sweep.override(variant, direction, []):
             changed = {name for name in before if vars(module)[name] is not before[name]}
-            chosen = {f"{direction}_tiles", f"{direction.upper()}_REGISTERS", "STAGES"}
-            assert changed == {"_known_forwards", "_known_backwards"} | chosen
-            assert vars(module)[f"{direction}_tiles"]() == (4, 128, 2, 99)
+            assert changed == {"_known_forwards", "_known_backwards", sweep.CHOICES[direction], "STAGES"}
+            tiles = vars(module)[sweep.CHOICES[direction]](512, 64, 2, 8, torch.device("cpu"))
+            assert tiles == (4, 128, 2, 99, 97)
             raise KeyError
         assert vars(module) == before
 

@@ -1,9 +1,8 @@
-"""What every launcher needs: rows of a tensor, tile sizes, the seed's arguments, counters, and a quick launch."""
+"""What every launcher needs: rows of a tensor, the seed's arguments, counters, and a quick launch."""
 
 import functools
-import operator
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,35 +18,8 @@ def as_rows(t: Tensor, n: int) -> Tensor:
     return rows if rows.stride(1) == 1 or n == 1 else rows.contiguous()
 
 
-def next_power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def tile(n: int, vector: int, block_n: int, threads: int) -> tuple[int, int]:
-    """(BLOCK_G, BLOCK_N) where each thread holds `vector` neighbouring columns of one row group."""
-    block_n = min(block_n, next_power_of_2(n))
-    return max(1, threads * vector // block_n), block_n
-
-
-def alignment(most: int, *elements: int) -> int:
-    """The largest power of two, up to `most`, that divides all of `elements`."""
-    together = functools.reduce(operator.or_, elements, most)
-    return together & -together
-
-
-def vector(elements: int, itemsize: int, device: torch.device) -> int:
-    """Neighbouring columns that a thread holds: 16 bytes, or less where so few threads would not hide latency."""
-    columns = 16 // itemsize
-    warps = elements // (philox.ROWS_PER_CALL * 32 * multiprocessors(device))  # a multiprocessor, of single columns
-    if warps < 64 * columns:
-        columns //= 2
-        if warps < 4 * columns:
-            columns //= 2
-    return columns
 
 
 Seed = Tensor | tuple[int, int] | None
@@ -71,6 +43,7 @@ def origin_args(row0: int, col0: int) -> tuple[int, int, int]:
 
 
 _compiled: dict[Any, Any] = {}
+LIMITED = (9, 10)  # major compute capabilities where a limit of registers is set
 
 
 def launch(
@@ -79,13 +52,13 @@ def launch(
     args: tuple[Any, ...],
     constants: tuple[Any, ...],
     num_warps: int,
-    registers: Mapping[int, int],
+    registers: int,
 ) -> Callable[..., None] | None:
     """kernel[(grid,)](*args, *constants) on the device of the first tensor in `args`, at a fraction of its host time.
 
     Triton's own launch binds and hashes every argument. Here the compiled kernel is looked up by what it depends on:
     the constants, and each tensor's dtype and 16-byte alignment; no integer is specialised. `registers`: how many a
-    thread may have, by the GPU's major compute capability; the assembler decides where nothing is given or that spills.
+    thread may have; 0, or where that spills: the assembler decides.
 
     Returns a function that launches the same compiled kernel on the same grid with other arguments, or None.
     """
@@ -105,9 +78,9 @@ def launch(
     compiled = _compiled.get(tuple(key))
     if compiled is None:
         options = {"num_warps": num_warps, "enable_fp_fusion": True}
-        limit = registers.get(torch.cuda.get_device_capability(device)[0]) if has_ptx(device) else None
-        compiled = kernel[(grid,)](*args, *constants, **options, **({"maxnreg": limit} if limit else {}))
-        if limit and compiled.n_spills:  # a second launch writes what the first did
+        limited = registers and has_ptx(device) and torch.cuda.get_device_capability(device)[0] in LIMITED
+        compiled = kernel[(grid,)](*args, *constants, **options, **({"maxnreg": registers} if limited else {}))
+        if limited and compiled.n_spills:  # a second launch writes what the first did
             compiled = kernel[(grid,)](*args, *constants, **options)
         _compiled[tuple(key)] = compiled
         return compiled[(grid, 1, 1)]

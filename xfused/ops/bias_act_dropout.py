@@ -14,28 +14,12 @@ from ..activations import TABLE
 from ..activations import activation as resolve
 from ..kernels.bias_act_dropout import backward_kernel, forward_kernel
 from ._check import PLAIN, check_origin, check_p, check_rows, is_dtensor
-from ._launch import (
-    Prepared,
-    Seed,
-    alignment,
-    as_rows,
-    cdiv,
-    launch,
-    multiprocessors,
-    origin_args,
-    seed_args,
-    stream_of,
-    tile,
-    vector,
-    workspace,
-)
+from ._launch import Prepared, Seed, as_rows, cdiv, launch, origin_args, seed_args, stream_of, workspace
+from ._tiles import alignment, column_sum_tiles, row_tiles
 
 STAGES = 3  # of software pipelining
 UNALIGNED = 4  # columns that a thread holds at most where memory is not read in vectors: more cost registers only
 PREFETCHED = 4  # bytes of the narrowest access that can be; in narrower ones, stages would be kept in registers
-# registers of a thread by compute capability: of a multiprocessor's 65,536, 14 warps forward and 12 backward have these
-FORWARD_REGISTERS = {9: 144, 10: 168}
-BACKWARD_REGISTERS = {9: 168, 10: 168}
 FAST = {torch.float16: 1, torch.bfloat16: 2}
 
 _OPTIONS = "str activation, float[] parameters, float p, SymInt row0, SymInt col0"
@@ -138,38 +122,6 @@ def _backward(
 torch.library.impl("xfused::bias_act_dropout_backward", "CompositeExplicitAutograd")(_backward)
 
 
-def forward_tiles(n: int, groups: int, columns: int, lanes: int, device: torch.device) -> tuple[int, int, int, int]:
-    """BLOCK_G, BLOCK_N, warps, tiles that a program walks; `columns` that a thread holds, `lanes` of a warp.
-
-    Programs of one warp wait for nobody. Four tiles pay for what a thread sets up; more, and the programs that run
-    together drift apart, and with them the rows of memory that they read.
-    """
-    block_g, block_n = tile(n, columns, lanes * columns, lanes)
-    resident = 16 * multiprocessors(device)
-    return block_g, block_n, 1, min(4, cdiv(cdiv(groups, block_g) * cdiv(n, block_n), resident))
-
-
-def backward_tiles(
-    n: int, groups: int, columns: int, wide: bool, lanes: int, device: torch.device
-) -> tuple[int, int, int, int]:
-    """The same; `wide`: threads hold as much as they can, and registers leave room for 12 warps of them, else for 16.
-
-    Each program costs a partial sum, so as many run as fit at once, unless there are so many tiles that several rounds
-    of short programs, which even out their own differences, pay for it.
-    """
-    block_g, block_n = (4 if wide else 2), 128
-    resident = (12 if wide else 16) * 32 * multiprocessors(device)  # threads
-    splits = min(cdiv(groups, block_g), resident * columns // (block_g * block_n * cdiv(n, block_n)))
-    if not wide and splits >= 64:  # of narrow tensors: fewer partial sums
-        block_g, block_n = 8, 64
-    warps = max(1, block_g * block_n // (columns * lanes))
-    block_g, block_n = tile(n, columns, block_n, warps * lanes)
-    tiles, blocks_n, programs = cdiv(groups, block_g), cdiv(n, block_n), resident // (warps * lanes)
-    if tiles * blocks_n >= 20 * programs:
-        return block_g, block_n, warps, 5
-    return block_g, block_n, warps, cdiv(tiles, max(1, programs // blocks_n))
-
-
 _known_forwards, _known_backwards = Prepared(), Prepared()
 
 
@@ -201,12 +153,11 @@ def launch_forward(
     rows = rows.reshape(-1, n)
     m, stride = rows.shape[0], rows.stride(0)
     align = alignment(16 // x.itemsize, n, stride)
-    columns = min(vector(x.numel(), x.itemsize, device), max(align, UNALIGNED))
     skip = row0 % philox.ROWS_PER_CALL
     groups = cdiv(skip + m, philox.ROWS_PER_CALL)
-    block_g, block_n, warps, each = forward_tiles(n, groups, columns, 32 if has_ptx(device) else 64, device)
-    tiles, blocks_n = cdiv(groups, block_g), cdiv(n, block_n)
-    splits = cdiv(tiles, each)
+    tiles = row_tiles(n, groups, x.itemsize, align, device)
+    count, blocks_n = cdiv(groups, tiles.block_g), cdiv(n, tiles.block_n)
+    splits = cdiv(count, tiles.each)
     last = (
         *p_args(p),
         *(*parameters, 0.0, 0.0)[:2],
@@ -214,7 +165,7 @@ def launch_forward(
         m,
         n,
         blocks_n,
-        tiles,
+        count,
         splits,
         stride,
     )
@@ -225,12 +176,12 @@ def launch_forward(
         has_ptx(device),
         skip == 0 and m % philox.ROWS_PER_CALL == 0,
         align,
-        block_g,
-        block_n,
+        tiles.block_g,
+        tiles.block_n,
         STAGES if align * x.itemsize >= PREFETCHED else 1,
     )
     args = (rows, bias, y, seed_ptr, key, offset, *last)
-    again = launch(forward_kernel, blocks_n * splits, args, constants, warps, FORWARD_REGISTERS)
+    again = launch(forward_kernel, blocks_n * splits, args, constants, tiles.warps, tiles.registers)
     _known_forwards.put(case, again, (*last, *constants))
     return y
 
@@ -277,19 +228,11 @@ def launch_backward(
     stride_x = 0 if x_rows is None else x_rows.reshape(-1, n).stride(0)
     m = dy.numel() // n
     align = alignment(16 // dy.itemsize, n, stride_dy, stride_x)
-    columns = vector(dy.numel(), dy.itemsize, device)
     skip = row0 % philox.ROWS_PER_CALL
     groups = cdiv(skip + m, philox.ROWS_PER_CALL)
-    block_g, block_n, warps, each = backward_tiles(
-        n,
-        groups,
-        min(columns, max(align, UNALIGNED)),
-        columns * dy.itemsize == 16,
-        32 if has_ptx(device) else 64,
-        device,
-    )
-    tiles, blocks_n = cdiv(groups, block_g), cdiv(n, block_n)
-    splits = cdiv(tiles, each)
+    tiles = column_sum_tiles(n, groups, dy.itemsize, align, device)
+    count, blocks_n = cdiv(groups, tiles.block_g), cdiv(n, tiles.block_n)
+    splits = cdiv(count, tiles.each)
     work = blocks_n, splits * n
     last = (
         *p_args(p),
@@ -298,7 +241,7 @@ def launch_backward(
         m,
         n,
         blocks_n,
-        tiles,
+        count,
         splits,
         stride_dy,
         stride_x,
@@ -310,12 +253,12 @@ def launch_backward(
         has_ptx(device),
         skip == 0 and m % philox.ROWS_PER_CALL == 0,
         align,
-        block_g,
-        block_n,
+        tiles.block_g,
+        tiles.block_n,
         STAGES if align * dy.itemsize >= PREFETCHED else 1,
     )
     args = (*tensors(*work), *last)
-    launched = launch(backward_kernel, blocks_n * splits, args, constants, warps, BACKWARD_REGISTERS)
+    launched = launch(backward_kernel, blocks_n * splits, args, constants, tiles.warps, tiles.registers)
     _known_backwards.put(case, launched, (work, (*last, *constants)))
     return dx, dbias
 

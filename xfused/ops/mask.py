@@ -10,7 +10,8 @@ from .. import philox
 from .._triton import has_ptx, runs_kernels
 from ..kernels.bias_act_dropout import mask_kernel
 from ._check import check_origin, check_p
-from ._launch import alignment, cdiv, launch, origin_args, seed_args, tile
+from ._launch import cdiv, launch, origin_args, seed_args
+from ._tiles import alignment, tile
 
 torch.library.define(
     "xfused::dropout_mask",
@@ -43,7 +44,7 @@ def launch_mask(seed: Tensor, rows: int, cols: int, p: float, row0: int, col0: i
     groups = cdiv(row0 % philox.ROWS_PER_CALL + rows, philox.ROWS_PER_CALL)
     args = (keep, *seed_args(seed), last_dropped, *origin_args(row0, col0), rows, cols, blocks_n)
     constants = has_ptx(device), alignment(8, cols), block_g, block_n
-    launch(mask_kernel, blocks_n * cdiv(groups, block_g), args, constants, warps, {})
+    launch(mask_kernel, blocks_n * cdiv(groups, block_g), args, constants, warps, 0)
     return keep.view(torch.bool)
 
 
