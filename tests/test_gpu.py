@@ -81,6 +81,33 @@ def test_a_graph_with_a_given_seed_replays_its_mask():
     assert torch.equal(y.cpu() != 0, oracle.keep((4, 5), 64, 128, 0.5))
 
 
+def test_replays_of_two_graphs_at_once_do_not_share_workspace():
+    """Nor do two launches of one graph; and no replay has to zero anything."""
+    x, bias, dy = inputs(4096, 1024)
+    bias_act_dropout(x, bias, activation="gelu", p=0.1, seed=0).backward(dy)  # what is made once
+
+    def backwards(seed):
+        ys = [bias_act_dropout(x, bias, activation="gelu", p=0.1, seed=seed + i) for i in range(2)]
+        return [torch.autograd.grad(y, (x, bias), dy) for y in ys]
+
+    expected = [backwards(seed) for seed in (1, 3)]
+    free = len(_launch._reserves[torch.cuda.current_device()])
+    graphs, found = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph, seed in zip(graphs, (1, 3), strict=True):
+        with torch.cuda.graph(graph):
+            found.append(backwards(seed))
+    assert len(_launch._reserves[torch.cuda.current_device()]) < free, "the counters are zeroed in each replay"
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(50):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for ours, theirs in zip(found, expected, strict=True):
+        for (dx, dbias), (eager_dx, eager_dbias) in zip(ours, theirs, strict=True):
+            assert torch.equal(dx, eager_dx) and torch.equal(dbias, eager_dbias)
+
+
 def test_compile_with_cuda_graphs_draws_fresh_masks():
     torch._dynamo.reset()
     x, bias, dy = inputs(64, 128)

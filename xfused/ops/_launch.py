@@ -119,20 +119,19 @@ def multiprocessors(device: torch.device) -> int:
 
 _COUNTERS = 1 << 16
 _PARTIALS = 1 << 18
+_RESERVE = 1 << 18
 _workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+_reserves: dict[int, Tensor] = {}  # by device: counters at zero that nobody has
+_lock = threading.Lock()
 
 
 def workspace(blocks: int, partials: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(int32 zeros for `blocks` column blocks, which each launch leaves at zero; room for `partials` fp32 numbers).
 
-    One a stream, since launches on one stream do not overlap; a graph under capture gets its own, which its replays
-    zero.
+    One a stream, since launches on one stream do not overlap; a launch under capture has its own: graphs may overlap.
     """
     if device.type != "cuda" or blocks > _COUNTERS or torch.cuda.is_current_stream_capturing():
-        return (
-            torch.zeros(blocks, dtype=torch.int32, device=device),
-            torch.empty(partials, dtype=torch.float32, device=device),
-        )
+        return _own_counters(blocks, device), torch.empty(partials, dtype=torch.float32, device=device)
     key = device.index, stream_of(device)
     if key not in _workspaces:
         # In a thread of its own: the warm-up of torch.compile's CUDA graphs sends this thread's allocations to a
@@ -144,9 +143,22 @@ def workspace(blocks: int, partials: int, device: torch.device) -> tuple[Tensor,
     return counters, room if partials <= _PARTIALS else torch.empty(partials, dtype=torch.float32, device=device)
 
 
+def _own_counters(blocks: int, device: torch.device) -> Tensor:
+    """From the reserve, which is never given back: zeroing others would be a kernel more in each replay."""
+    with _lock:
+        reserve = _reserves.get(device.index)
+        if reserve is not None and blocks <= len(reserve):
+            _reserves[device.index] = reserve[blocks:]
+            return reserve[:blocks]
+    return torch.zeros(blocks, dtype=torch.int32, device=device)
+
+
 def _new_workspace(key: tuple[int, int]) -> None:
     device = torch.device("cuda", key[0])
     zeros = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
     room = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
-    torch.cuda.synchronize(device)  # once: whichever stream uses it next finds zeros
+    reserve = torch.zeros(_RESERVE, dtype=torch.int32, device=device) if key[0] not in _reserves else None
+    torch.cuda.synchronize(device)  # once: whichever stream uses them next finds zeros
     _workspaces[key] = zeros, room
+    if reserve is not None:
+        _reserves.setdefault(key[0], reserve)
