@@ -46,8 +46,8 @@ def used(monkeypatch):
     from xfused.patch import table
 
     calls = []
-    real = table.bias_act_dropout
+    real = table.bias_act_dropout_after
     monkeypatch.setattr(
-        table, "bias_act_dropout", lambda *args, **kwargs: calls.append(kwargs) or real(*args, **kwargs)
+        table, "bias_act_dropout_after", lambda *args, **kwargs: calls.append(kwargs) or real(*args, **kwargs)
     )
     return calls

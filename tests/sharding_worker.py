@@ -11,6 +11,7 @@ import traceback
 
 import sharding_checks
 import sharding_checks_mlp  # noqa: F401  adds its checks
+import sharding_checks_patch  # noqa: F401  likewise
 import torch
 import torch.distributed as dist
 

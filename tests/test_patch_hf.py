@@ -55,8 +55,8 @@ def fused_calls(monkeypatch):
     calls = []
     from xfused.patch import table
 
-    real = table.bias_act_dropout
-    monkeypatch.setattr(table, "bias_act_dropout", lambda *a, **k: calls.append(k) or real(*a, **k))
+    real = table.bias_act_dropout_after
+    monkeypatch.setattr(table, "bias_act_dropout_after", lambda *a, **k: calls.append(k) or real(*a, **k))
     return calls
 
 
@@ -240,7 +240,7 @@ def test_lora_keeps_its_layer_and_the_rest_is_fused(first, numbered, monkeypatch
     xfused.unpatch(wrapped)
     expected = run(wrapped, batch, numbered)
     report = xfused.patch(wrapped)
-    assert {e.place for e in report.patched} == {"activation_fn > dropout"}
+    assert {e.place for e in report.patched} == {"fc1 > activation_fn > dropout"}
     used = fused_calls(monkeypatch)
     loss, grads = run(wrapped, batch, numbered)
     assert len(used) == 4

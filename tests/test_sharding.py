@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sharding_checks_mlp  # noqa: F401  adds its checks
+import sharding_checks_patch  # noqa: F401  likewise
 import torch
 from sharding_checks import CHECKS
 

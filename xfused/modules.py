@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .activations import activation as resolve
-from .ops._check import check_p, is_dtensor
+from .ops._check import check_p
+from .ops.after_linear import bias_act_dropout_after
 from .ops.bias_act_dropout import bias_act_dropout
 
 
@@ -64,13 +65,8 @@ class _LinearSkipsBias(nn.Linear):
         return nn.functional.linear(input, self.weight)
 
 
-def _after(linear: Any, x: Tensor, rows: torch.Size | None = None, **options: Any) -> Tensor:
-    """bias_act_dropout(x, linear.bias) on what `linear` put out, under tensor parallelism a shard of it."""
-    if is_dtensor(getattr(linear, "weight", None)):
-        from .sharding import on_shards
-
-        return on_shards(bias_act_dropout, x, linear.bias, parameter=linear.weight, rows=rows, seed=None, **options)
-    return bias_act_dropout(x, linear.bias, **options)
+def _after(linear: Any, x: Tensor, fed: Tensor, **options: Any) -> Tensor:
+    return bias_act_dropout_after(getattr(linear, "weight", None), x, linear.bias, fed, **options)
 
 
 class FusedMLP(nn.Module):
@@ -121,10 +117,10 @@ class FusedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
         h = fc1(x)
-        h = _after(fc1, h, activation=self.activation, p=self.dropout, training=self.training)
+        h = _after(fc1, h, x, activation=self.activation, p=self.dropout, training=self.training)
         y = fc2(h)
         if self.output_dropout > 0:
-            y = _after(fc2, y, h.shape[:-1], p=self.output_dropout, training=self.training)
+            y = _after(fc2, y, h, p=self.output_dropout, training=self.training)
         return y
 
     def extra_repr(self) -> str:

@@ -137,27 +137,32 @@ def seed_replicas(seed: int, mesh: DeviceMesh) -> None:
 # -------------------------------------------------------------------------------------------------- the operation
 
 
-def _layout_of_output(x: Tensor, parameter: DTensor, rows: torch.Size | None) -> Layout:
+def _layout_of_output(x: Tensor, parameter: DTensor, fed: Tensor | None) -> Layout:
     """The layout of a plain x, a linear layer's local output, from the layer's bias (N,) or weight (N, K).
 
-    Columns that the parameter shards, x has sharded too. On a mesh dimension where it does not, x may be replicated
-    or sharded, which only the global sizes `rows` of all dimensions but the last can tell.
+    Columns that the parameter shards, x has sharded too. On a mesh dimension where a weight is sharded along K, the
+    layer was `fed` a tensor with all rows: x has them too, or a shard of them. Where the parameter is replicated, or
+    the layer was fed a plain tensor that was not sharded along K, nothing tells.
     """
     mesh, last = parameter.device_mesh, x.dim() - 1
-    unknown = [
-        dim for dim, placement in enumerate(parameter.placements) if mesh.size(dim) > 1 and placement != Shard(0)
-    ]
+    given = {i: placement for i, placement in enumerate(parameter.placements) if mesh.size(i) > 1}
+    summed = [i for i, placement in given.items() if placement == Shard(1)]
     placements: list[Placement] = [
         Shard(last) if placement == Shard(0) else Replicate() for placement in parameter.placements
     ]
-    whole = torch.Size((*(x.shape[:-1] if rows is None else rows), parameter.shape[0]))
-    candidates: list[list[Placement]] = [placements]
-    if unknown and rows is None:
-        candidates = []
-    elif len(unknown) == 1:
+    rows = x.shape[:-1]
+    known = all(placement in (Shard(0), Shard(1)) for placement in given.values())
+    if summed and fed is not None:
+        rows = fed.shape[:-1]
+        known &= isinstance(fed, DTensor) or fed.shape[-1] == parameter.to_local().shape[1]
+    elif summed:
+        known = False
+    whole = torch.Size((*rows, parameter.shape[0]))
+    candidates = [placements]
+    if len(summed) == 1:
         for dim in range(x.dim()):
-            candidates.append([Shard(dim) if i in unknown else placement for i, placement in enumerate(placements)])
-    if len(whole) == x.dim():
+            candidates.append([Shard(dim) if i in summed else placement for i, placement in enumerate(placements)])
+    if known and len(whole) == x.dim():
         for candidate in candidates:
             layout = Layout(mesh, tuple(candidate), whole)
             if layout.local()[1] == list(x.shape):
@@ -229,7 +234,7 @@ def on_shards(
     seed: int | Tensor | None,
     origin: Sequence[int] = (0, 0),
     parameter: Tensor | None = None,
-    rows: torch.Size | None = None,
+    fed: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """function(x, bias, p=, training=, seed=, origin=, **options) where x or bias is a DTensor.
@@ -240,19 +245,22 @@ def on_shards(
         bias: (N,), a DTensor or, the same on every rank, a plain tensor; or None.
         p, training, seed, origin, options: as `function` takes them; the same on every rank of the mesh.
         parameter: a DTensor with N as its first dimension, of the layer that put out a plain x; default: the bias.
-        rows: the global sizes of all dimensions but the last of a plain x, where they are known.
+        fed: (..., K), what that layer was called with.
     Returns:
         y (..., N), laid out as x; a DTensor if x is one.
     Raises:
         ValueError: x or bias is partial, or in a layout that is not known or not supported.
     """
     if isinstance(x, DTensor):
+        if parameter is not None:  # a layer's output may be partial sums still, as torch's own activations take it
+            summed = [Replicate() if isinstance(placement, Partial) else placement for placement in x.placements]
+            x = x.redistribute(placements=summed)
         layout = Layout(x.device_mesh, tuple(x.placements), x.shape)
         local = x.to_local()
     else:
         like = bias if parameter is None else parameter
         assert isinstance(like, DTensor)
-        layout, local = _layout_of_output(x, like, rows), x
+        layout, local = _layout_of_output(x, like, fed), x
     if isinstance(seed, DTensor):
         seed = seed.redistribute(placements=[Replicate()] * seed.device_mesh.ndim).to_local()
     if seed is None and training and p > 0:

@@ -92,9 +92,10 @@ def site_of(chain: Chain, module: nn.Module, function: types.FunctionType) -> Si
     found = parts(chain, module, function)
     linear, act = (found[name][0] if name in found else None for name in ("linear", "act"))
     options = (_literals(found["act"][1]) or {}) if "act" in found else {}
+    takes_bias = chain.pattern.steps[0] == "linear"
     return Site(
-        linear=None if linear is None else type(linear),
-        product=None if linear is None else PRODUCTS[full_name(type(linear))],
+        linear=type(linear) if takes_bias else None,
+        product=PRODUCTS[full_name(type(linear))] if takes_bias else None,
         act=type(act) if isinstance(act, nn.Module) else act,
         settings=settings_of(act),
         activation=activation_of("identity" if act is None else act, options),
@@ -108,8 +109,8 @@ def why_left(chain: Chain, module: nn.Module, function: types.FunctionType) -> s
     for node in chain.nodes:
         if isinstance(node, ast.BinOp) and not any(_is_pure(side) for side in (node.left, node.right)):
             return "both sides of a sum or product are computed in place"
-    first = _evaluate(chain.nodes[-1].func, module, function) if isinstance(chain.nodes[-1], ast.Call) else None
-    if chain.pattern.steps[0] == "activation" and getattr(first, "inplace", False):
+    act = parts(chain, module, function).get("act")
+    if chain.pattern.steps[0] != "linear" and act is not None and getattr(act[0], "inplace", False):
         return "the activation changes its input in place"
     return ""
 
@@ -128,4 +129,4 @@ def place(chain: Chain) -> str:
 def describe(chain: Chain, site: Site) -> str:
     """What a chain has become: "bias + gelu + dropout"."""
     names = {"linear": "bias", "activation": str(site.activation)}
-    return " + ".join(names.get(step, step) for step in chain.pattern.steps)
+    return " + ".join(names.get(step, step) for step in chain.pattern.steps if step != "opaque")

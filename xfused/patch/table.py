@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..activations import Activation
 from ..activations import activation as resolve
-from ..ops.bias_act_dropout import bias_act_dropout
+from ..ops.after_linear import bias_act_dropout_after
 
 # ------------------------------------------------------------------------------------------------- what runs
 
@@ -26,9 +26,10 @@ def _conv1d_product(linear: nn.Module, x: Tensor) -> Tensor:
 
 
 # linear layers whose bias can be left to the fused operation; a class's full name, as its library is optional
+CONV1D = "transformers.pytorch_utils.Conv1D"
 PRODUCTS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "torch.nn.modules.linear.Linear": _linear_product,
-    "transformers.pytorch_utils.Conv1D": _conv1d_product,
+    CONV1D: _conv1d_product,
 }
 
 
@@ -93,13 +94,21 @@ def run_bias_act_dropout(
     if act is not None and not _is_same(act, site):
         return _as_written(x, linear, act, options, drop, p, training)
     bias = None
+    fed = x
     if linear is not None and type(linear) is site.linear and is_bare(linear):
         x, bias = site.product(linear, x), linear.bias
     elif linear is not None:
         x = linear(x)
     if bias is None and not rate:
         return _as_written(x, None, act, options, drop, p, training)
-    return bias_act_dropout(x, bias, activation=site.activation, p=rate or 0.0)
+    return bias_act_dropout_after(
+        _columns(linear), x, bias, fed, activation=site.activation, p=rate or 0.0, training=True
+    )
+
+
+def _columns(linear: Any) -> Any:
+    """A parameter of a linear layer whose first dimension is the columns of its output."""
+    return linear.bias if full_name(type(linear)) == CONV1D else getattr(linear, "weight", None)  # (K, N), or (N, K)
 
 
 def _as_written(
@@ -149,6 +158,7 @@ PARTS = {"linear": "linear", "opaque": "linear", "activation": "act", "dropout":
 PATTERNS: tuple[Pattern, ...] = (
     Pattern(("linear|opaque", "dropout", "add", "norm"), None, _NO_NORM),
     Pattern(("linear", "activation", "dropout"), run_bias_act_dropout),
+    Pattern(("opaque", "activation", "dropout"), run_bias_act_dropout),  # the layer tells how its output is sharded
     Pattern(("activation", "dropout"), run_bias_act_dropout),
     Pattern(("linear", "activation"), run_bias_act_dropout),
     Pattern(("linear", "dropout"), run_bias_act_dropout),
