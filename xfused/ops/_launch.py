@@ -57,8 +57,8 @@ def launch(
     """kernel[(grid,)](*args, *constants) on the device of the first tensor in `args`, at a fraction of its host time.
 
     Triton's own launch binds and hashes every argument. Here the compiled kernel is looked up by what it depends on:
-    the constants, and each tensor's dtype and 16-byte alignment; no integer is specialised. `registers`: how many a
-    thread may have; 0, or where that spills: the assembler decides.
+    constants, warps, registers, and each tensor's dtype and 16-byte alignment; no integer is specialised. `registers`:
+    how many a thread may have; 0, or where that spills: the assembler decides.
 
     Returns a function that launches the same compiled kernel on the same grid with other arguments, or None.
     """
@@ -69,7 +69,7 @@ def launch(
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, args, constants, num_warps, registers)
-    key = [kernel.__name__, device.index, num_warps, constants]
+    key = [kernel.__name__, device.index, num_warps, registers, constants]
     for arg in args:
         if isinstance(arg, Tensor):
             key.append((arg.dtype, arg.data_ptr() % 16 == 0))
