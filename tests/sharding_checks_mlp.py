@@ -260,24 +260,3 @@ def readme_example():
     examples = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (example,) = (example for example in examples if "parallelize_module" in example)
     exec(compile(example, "README.md", "exec"), {})
-
-
-@check
-def compiled():
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mlp = build(output_dropout=0.2)
-    mesh = mesh_of(4)
-    sharded = parallelize_module(copy.deepcopy(mlp), mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
-    x = tensors(3, 4, 8)[0].requires_grad_()
-    run = torch.compile(sharded, backend="aot_eager")
-    x_local = x.detach().clone().requires_grad_()
-    seeds = drawn(21)
-    y = run(x_local)
-    want = reference(mlp, x, seeds)[0]
-    close(y, want)
-    y.square().mean().backward()
-    want.square().mean().backward()
-    for name, parameter in sharded.named_parameters():
-        close(parameter.grad.full_tensor(), mlp.get_parameter(name).grad)
-    close(x_local.grad, x.grad)

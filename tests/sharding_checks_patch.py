@@ -110,14 +110,14 @@ def patched_and_sharded_in_an_unknown_way_raises():
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-    mesh, x = mesh_of(4), tensors(3, 4, 8)[0]
+    mesh, x = mesh_of(4), tensors(12, 8)[0]
     for plan in (
-        {"fc1": SequenceParallel(use_local_output=True)},
+        {"fc1": SequenceParallel(sequence_dim=0, use_local_output=True)},
         {"fc1": ColwiseParallel(output_layouts=Replicate())},
-        {"fc1": RowwiseParallel(input_layouts=Shard(1), output_layouts=Shard(1))},
+        {"fc1": RowwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0))},
     ):
         sharded = parallelize_module(patched(True), mesh, plan)
-        raises(ValueError, "use_local_output=False", sharded, x.chunk(4, 1)[dist.get_rank()])
+        raises(ValueError, "use_local_output=False", sharded, x.chunk(4)[dist.get_rank()])
 
 
 # ------------------------------------------------------------------------------------------------ transformers

@@ -5,19 +5,24 @@ python sharding_worker.py RANK WORLD_SIZE STORE REPORT [CHECK ...]
 
 import datetime
 import json
+import os
 import sys
 import time
 import traceback
 
 import sharding_checks
-import sharding_checks_mlp  # noqa: F401  adds its checks
-import sharding_checks_patch  # noqa: F401  likewise
+import sharding_checks_compile  # noqa: F401  adds its checks, and those of the two modules that it imports
 import torch
 import torch.distributed as dist
 
 
 def main():
     rank, world, store, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+    }
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import sharding_checks_mlp  # noqa: F401  adds its checks
-import sharding_checks_patch  # noqa: F401  likewise
+import sharding_checks_compile  # noqa: F401  adds its checks, and those of the two modules that it imports
 import torch
 from sharding_checks import CHECKS
 
@@ -23,19 +22,21 @@ def environment():
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="PyTorch without gloo")
-def test_on_four_processes(tmp_path):
-    """One test, since starting the processes takes longer than the checks."""
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_on_four_processes(compiled, tmp_path):
+    """Two tests, since starting the processes takes longer than most checks."""
+    checks = [name for name in CHECKS if name.startswith("compiled") == compiled]
     worker = Path(__file__).with_name("sharding_worker.py")
     reports = [tmp_path / str(rank) for rank in range(WORLD)]
     processes = [
         subprocess.Popen(
-            [sys.executable, worker, str(rank), str(WORLD), tmp_path / "store", reports[rank]],
+            [sys.executable, worker, str(rank), str(WORLD), tmp_path / "store", reports[rank], *checks],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(),
         )
         for rank in range(WORLD)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = [process.communicate(timeout=280)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -45,7 +46,7 @@ def test_on_four_processes(tmp_path):
         f"{name}, rank {rank}:\n{text}" for rank, result in enumerate(results) for name, text in result.items() if text
     ]
     assert not failures, "\n".join(failures)
-    assert all(list(result) == list(CHECKS) for result in results)
+    assert all(list(result) == checks for result in results)
 
 
 def test_xfused_alone_does_not_import_dtensor():

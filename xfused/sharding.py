@@ -17,7 +17,8 @@ equal; the first replica draws what one device draws. Where no operand is a DTen
 not known here, and masks differ as generators do: see `seed_replicas`.
 
 Rows of a shard along an inner dimension, such as the sequence, are runs that lie apart in the mask: one launch each.
-Under torch.compile the graph breaks here, and the kernels run between the two graphs.
+torch.compile traces all of this, the broadcast included. Dynamo does not know type(placement), placement == Shard(0),
+max(..., default=) and math.prod of a generator: they are avoided here.
 
 This module is imported when a DTensor arrives, as it imports torch.distributed.tensor.
 """
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -56,7 +58,7 @@ class Layout:
                     f"x: got a DTensor with placements {self.placements}. The activation of partial sums is not the "
                     "sum of activations: reduce x first, with x.redistribute to Replicate() or Shard(dim)"
                 )
-            if type(placement) not in (Shard, Replicate):
+            if not isinstance(placement, (Shard, Replicate)):
                 raise ValueError(f"x: got placement {placement}, takes Shard and Replicate; x.redistribute converts it")
 
     def local(self) -> tuple[list[int], list[int]]:
@@ -78,8 +80,13 @@ class Layout:
 # -------------------------------------------------------------------------------------------------------- seeds
 
 
+@torch.compiler.assume_constant_result  # Dynamo cannot trace a mesh's root
+def _replica(mesh: DeviceMesh) -> int:
+    return _index_in(mesh, mesh._get_root_mesh())
+
+
 @functools.lru_cache(maxsize=64)
-def _replica(mesh: DeviceMesh, root: DeviceMesh) -> int:
+def _index_in(mesh: DeviceMesh, root: DeviceMesh) -> int:
     """Which of the groups that share the mesh `root` this `mesh`, a part of it, is: 0 for the first, and for the whole.
 
     What tells them apart is where in `root` their ranks lie, in the dimensions that they do not fill; and for a `root`
@@ -101,7 +108,7 @@ def draw_seed(mesh: DeviceMesh, device: torch.device) -> Tensor:
         int64 (2,), on `device` where ranks had to agree.
     """
     seed = philox.draw_seed(device)
-    replica = _replica(mesh, mesh._get_root_mesh())
+    replica = _replica(mesh)
     if replica:
         mixed = philox._mix(replica)  # XORed into the key: the words of two replicas never meet
         seed = seed ^ torch.tensor((mixed - 2**64 if mixed >= 2**63 else mixed, 0), device=seed.device)
@@ -109,7 +116,10 @@ def draw_seed(mesh: DeviceMesh, device: torch.device) -> Tensor:
     if dims:
         seed = seed.to(device, non_blocking=True)
     for dim in dims:
-        dist.broadcast(seed, group=mesh.get_group(dim), group_src=0)
+        if torch.compiler.is_compiling():  # which can trace this one only
+            seed = funcol.broadcast(seed, 0, mesh.get_group(dim))
+        else:
+            dist.broadcast(seed, group=mesh.get_group(dim), group_src=0)
     return seed
 
 
@@ -146,12 +156,12 @@ def _layout_of_output(x: Tensor, parameter: DTensor, fed: Tensor | None) -> Layo
     """
     mesh, last = parameter.device_mesh, x.dim() - 1
     given = {i: placement for i, placement in enumerate(parameter.placements) if mesh.size(i) > 1}
-    summed = [i for i, placement in given.items() if placement == Shard(1)]
+    summed = [i for i, placement in given.items() if placement.is_shard(1)]
     placements: list[Placement] = [
-        Shard(last) if placement == Shard(0) else Replicate() for placement in parameter.placements
+        Shard(last) if placement.is_shard(0) else Replicate() for placement in parameter.placements
     ]
     rows = x.shape[:-1]
-    known = all(placement in (Shard(0), Shard(1)) for placement in given.values())
+    known = all(placement.is_shard(0) or placement.is_shard(1) for placement in given.values())
     if summed and fed is not None:
         rows = fed.shape[:-1]
         known &= isinstance(fed, DTensor) or fed.shape[-1] == parameter.to_local().shape[1]
@@ -176,10 +186,10 @@ def _layout_of_output(x: Tensor, parameter: DTensor, fed: Tensor | None) -> Layo
 
 def _local_bias(bias: Tensor, layout: Layout) -> Tensor:
     """The part of the bias (N,) that this rank's columns need; its gradient is reduced over the ranks that share it."""
-    columns = Shard(len(layout.shape) - 1)
-    placements = [Shard(0) if placement == columns else Replicate() for placement in layout.placements]
+    columns = len(layout.shape) - 1
+    placements = [Shard(0) if placement.is_shard(columns) else Replicate() for placement in layout.placements]
     grad_placements = [
-        Partial() if isinstance(placement, Shard) and placement != columns else bias_placement
+        Partial() if isinstance(placement, Shard) and not placement.is_shard(columns) else bias_placement
         for placement, bias_placement in zip(layout.placements, placements, strict=True)
     ]
     if not isinstance(bias, DTensor):
@@ -207,7 +217,7 @@ def _call(
     row0 += sum(start * stride for start, stride in zip(starts, strides, strict=False))
     col0 += starts[-1]
     # rows of a shard are consecutive from its last sharded dimension on
-    split = max((dim for dim in range(len(row_shape)) if sizes[dim] != row_shape[dim]), default=0)
+    split = max([0, *(dim for dim in range(len(row_shape)) if sizes[dim] != row_shape[dim])])
     runs = math.prod(sizes[:split])
     if runs == 1 or x.numel() == 0:
         return function(x, bias, origin=(row0, col0))
@@ -223,7 +233,6 @@ def _call(
     return torch.stack(ys).view(sizes)
 
 
-@torch.compiler.disable  # a graph break: Dynamo can trace neither the mesh nor the broadcast
 def on_shards(
     function: Callable[..., Tensor],
     x: Tensor,
@@ -271,7 +280,7 @@ def on_shards(
     y = _call(function, local, bias, layout, origin)
     if not isinstance(x, DTensor):
         return y
-    stride = tuple(math.prod(max(size, 1) for size in x.shape[dim + 1 :]) for dim in range(x.dim()))
+    stride = tuple(math.prod([max(size, 1) for size in x.shape[dim + 1 :]]) for dim in range(x.dim()))
     return DTensor.from_local(y, layout.mesh, layout.placements, run_check=False, shape=x.shape, stride=stride)
 
 
