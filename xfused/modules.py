@@ -65,10 +65,6 @@ class _LinearSkipsBias(nn.Linear):
         return nn.functional.linear(input, self.weight)
 
 
-def _after(linear: Any, x: Tensor, fed: Tensor, **options: Any) -> Tensor:
-    return bias_act_dropout_after(getattr(linear, "weight", None), x, linear.bias, fed, **options)
-
-
 class FusedMLP(nn.Module):
     """output_dropout(fc2(dropout(activation(fc1(x))))), the transformer's MLP.
 
@@ -117,10 +113,12 @@ class FusedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
         h = fc1(x)
-        h = _after(fc1, h, x, activation=self.activation, p=self.dropout, training=self.training)
+        weight = getattr(fc1, "weight", None)  # what replaces a layer may have none
+        h = bias_act_dropout_after(weight, h, fc1.bias, x, self.activation, self.dropout, self.training)
         y = fc2(h)
         if self.output_dropout > 0:
-            y = _after(fc2, y, h, p=self.output_dropout, training=self.training)
+            weight = getattr(fc2, "weight", None)
+            y = bias_act_dropout_after(weight, y, fc2.bias, h, "identity", self.output_dropout, self.training)
         return y
 
     def extra_repr(self) -> str:

@@ -8,8 +8,16 @@ from ._check import is_dtensor
 from .bias_act_dropout import bias_act_dropout
 
 
-def bias_act_dropout_after(parameter: Any, x: Tensor, bias: Tensor | None, fed: Tensor, **options: Any) -> Tensor:
-    """bias_act_dropout(x, bias, **options), with one mask over all ranks where the layer that put out x is sharded.
+def bias_act_dropout_after(
+    parameter: Any,
+    x: Tensor,
+    bias: Tensor | None,
+    fed: Tensor,
+    activation: Any = "identity",
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """bias_act_dropout(x, bias), with one mask over all ranks where the layer that put out x is sharded.
 
     Args:
         parameter: of that layer, with the columns of x as its first dimension: its weight (N, K), mostly. Where it is
@@ -17,10 +25,13 @@ def bias_act_dropout_after(parameter: Any, x: Tensor, bias: Tensor | None, fed: 
         x: (..., N), the layer's output: a DTensor, or a plain tensor that is this rank's shard or the whole.
         bias: (N,), or None where the layer has none or has added it itself.
         fed: (..., K), what the layer was called with.
-        options: activation, p and training, as `bias_act_dropout` takes them.
+        activation, p, training: as `bias_act_dropout` takes them.
     """
     if is_dtensor(parameter):
         from ..sharding import on_shards
 
-        return on_shards(bias_act_dropout, x, bias, parameter=parameter, fed=fed, seed=None, **options)
-    return bias_act_dropout(x, bias, **options)
+        return on_shards(
+            bias_act_dropout, x, bias, p=p, training=training, seed=None, parameter=parameter, fed=fed,
+            activation=activation,
+        )  # fmt: skip
+    return bias_act_dropout(x, bias, activation=activation, p=p, training=training)

@@ -101,9 +101,7 @@ def run_bias_act_dropout(
         x = linear(x)
     if bias is None and not rate:
         return _as_written(x, None, act, options, drop, p, training)
-    return bias_act_dropout_after(
-        _columns(linear), x, bias, fed, activation=site.activation, p=rate or 0.0, training=True
-    )
+    return bias_act_dropout_after(_columns(linear), x, bias, fed, activation=site.activation, p=rate or 0.0)
 
 
 def _columns(linear: Any) -> Any:
