@@ -45,7 +45,7 @@ def overheads(loops, inner=200):
 
         def forward(self, x):
             fc1, fc2 = self.fc1, self.fc2
-            return fc2(stub(fc1(x), bias, activation=activation, p=p, training=True))
+            return fc2(stub(fc1(x), fc1.bias, activation=activation, p=p, training=True))
 
     plain = Plain()
     calls = {
@@ -82,7 +82,7 @@ def test_modules_add_less_than_a_bare_module_costs(monkeypatch):
         found = {
             "BiasActDropout.forward": least["BiasActDropout.forward"] / unit,
             "BiasActDropout": least["BiasActDropout"] / unit - 1,
-            "FusedMLP": (least["FusedMLP"] - least["plain MLP"]) / unit / 1.25,
+            "FusedMLP": (least["FusedMLP"] - least["plain MLP"]) / unit,
         }
         if unit > 0.1 and max(found.values()) < 1:
             return
