@@ -7,7 +7,7 @@ outside         instructions outside of that loop
 registers       of a thread
 bytes           of the narrowest access to global memory there
 spilled         bytes a thread moves to and from local memory, and its stack
-An entry is the worse of what Triton 3.6 and 3.8 make; less is never an error. After a change that is meant to be:
+An entry is the worse of what Triton 3.6 and 3.9 make; less is never an error. After a change that is meant to be:
     python tests/compile_kernels.py --write
 """
 
