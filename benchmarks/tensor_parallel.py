@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -278,13 +279,19 @@ def worker(rank: int, world: int, store: str | None, options: argparse.Namespace
     )
     rows = [measure(dp, tp, fsdp, options, device) for dp, tp, fsdp in arrangements(world)]
     status = report(rows, options) if rank == 0 else int(any(row.failures() for row in rows))
-    sys.stdout.flush()
     dist.destroy_process_group()
     return status
 
 
+def leave(status: int) -> NoReturn:
+    """Ends the process without Python's finalization: gloo's threads, which may still free a tensor, abort in it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def spawned(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
-    sys.exit(worker(rank, world, store, options))
+    leave(worker(rank, world, store, options))
 
 
 def main() -> int:
@@ -313,7 +320,7 @@ def main() -> int:
         parser.error(f"--p: got {options.p}, takes a number between 0 and 1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast needs rights that a container may lack
     if torchrun:
-        return worker(int(os.environ["RANK"]), world, None, options)
+        leave(worker(int(os.environ["RANK"]), world, None, options))
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         if world == 1:

@@ -19,6 +19,7 @@ import torch
 from paths import CUDA, GPU, INTERPRETER, MARKS, REFERENCE, every_path, kernel_path
 
 import xfused
+from xfused._triton import HAS_TRITON, triton
 
 NAMES = list(oracle.FUNCTIONS)
 ULPS = 4
@@ -27,6 +28,7 @@ NAN_IN_PYTORCH = ("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "softsign")
 # derivatives at NaN that PyTorch's own CPU and CUDA kernels give differently; smelu has no twin in PyTorch
 NAN_DEPENDS_ON_DEVICE = ("hardtanh", "relu6", "hardswish", "elu", "selu", "celu", "smelu")
 FP16_ON_GPU = ("gelu", "gelu_tanh", "silu", "mish", "softplus", "tanh", "relu_squared", "identity")
+OLD_TRITON = HAS_TRITON and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 every_activation = pytest.mark.parametrize("name", NAMES)
 
 # float64 forms that keep their relative accuracy in the tail, where PyTorch's 1 + erf and 1 + tanh cancel even there
@@ -156,7 +158,8 @@ def test_the_reference_path_is_pytorch(name, dtype):
     ours = REFERENCE.forward_backward(x, bias, dy, name)
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     expected = oracle.eager(name, x.to(wide), bias.to(wide), dy.to(wide))
-    if name == "softsign" and dtype == torch.float32:  # autograd's own formula for it cancels: 50 ulp
+    # autograd's own formula for softsign cancels: 50 ulp; gelu from oneDNN, which some CPUs take, is 1e-6 off
+    if name in ("softsign", "gelu") and dtype == torch.float32:
         expected = [t.float() for t in oracle.exact(name, x, bias, dy)]
     if name == "hardsigmoid" and dtype == torch.float64:  # PyTorch's own has a single precision 1 / 6 in its gradient
         expected = [expected[0], dy / 6 * ((x + bias).abs() < 3)]
@@ -261,6 +264,8 @@ def test_extreme_inputs_give_what_pytorch_gives(path, name, dtype):
     x = _extremes(dtype, path.device)
     if path is INTERPRETER and dtype == torch.bfloat16:  # it does not convert bfloat16's subnormal numbers
         x = torch.where(x.abs() < torch.finfo(dtype).tiny, 0.0, x)
+        if OLD_TRITON and name in ("elu", "selu", "celu"):  # its tl.minimum hands on NaN, as on no GPU
+            x = torch.where(x.isneginf(), 0.0, x)
     bias = torch.zeros(x.shape[1], dtype=dtype, device=path.device)
     dy = torch.ones_like(x)
     y, dx, _ = path.forward_backward(x, bias, dy, name)

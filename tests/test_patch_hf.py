@@ -286,9 +286,14 @@ def test_compile_makes_one_graph(name):
     model.train()
     model.config.use_cache = False
     torch._dynamo.reset()
-    xfused.patch(model)
     if name == "gpt2":
         del batch["labels"]  # its loss logs a warning, which is a graph break with or without us
+    if name == "t5" and torch.__version__ < "2.13":
+        try:
+            torch.compile(model, backend="aot_eager", fullgraph=True)(**batch)
+        except torch._dynamo.exc.Unsupported as error:
+            pytest.skip(f"{name} itself, not patched, is not one graph: {str(error).splitlines()[0]}")
+    xfused.patch(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     logits = [compiled(**batch).logits for _ in range(2)]
     assert not torch.equal(*logits)  # another mask

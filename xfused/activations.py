@@ -3,8 +3,8 @@
 In the kernels an activation is `fn(c, u, a, b, FAST, PTX)` = c * f(u): c a scalar, u fp32, (a, b) the entry's
 parameters as fp32 scalars, FAST the approximations that the result's rounding hides (0: none, 1: float16's,
 2: bfloat16's), PTX allows NVIDIA's inline assembly for them. The derivative is `fn(g, u, a, b, FAST, PTX)` = g * f'(u).
-In torch it is `forward(u, *parameters)` and `backward(grad, u, *parameters)`, PyTorch's own functions, so that the
-values at kinks and infinities are PyTorch's by construction.
+In torch it is `forward(u, *parameters)` and `backward(grad, u, *parameters)`, PyTorch's own functions where they are
+accurate, so that the values at kinks and infinities are PyTorch's by construction.
 """
 
 import functools
@@ -471,6 +471,10 @@ def _smelu_torch(u: Tensor, beta: float) -> Tensor:
     return torch.where(u >= beta, u, (u + beta).clamp_min(0).square() / (4 * beta))
 
 
+def _gelu_torch(u: Tensor) -> Tensor:
+    return (0.5 * u) * torch.erfc(-math.sqrt(0.5) * u)  # oneDNN's F.gelu, which some CPUs take, is 1e-6 off
+
+
 def _quick_gelu_backward_torch(g: Tensor, u: Tensor) -> Tensor:
     s = torch.sigmoid(1.702 * u)
     return g * (s + 1.702 * (u * (s * (1 - s))))  # in this order 1.702 * u is free to overflow
@@ -513,7 +517,7 @@ TABLE: dict[str, Entry] = {
     "gelu": Entry(
         _gelu,
         _gelu_backward,
-        F.gelu,
+        _gelu_torch,
         aten.gelu_backward,
         aliases=("gelu_python", "gelu_erf"),
         twins=(
