@@ -285,7 +285,6 @@ def test_compile_makes_one_graph(name):
     model, batch = MODELS[name]()
     model.train()
     model.config.use_cache = False
-    torch._dynamo.reset()
     if name == "gpt2":
         del batch["labels"]  # its loss logs a warning, which is a graph break with or without us
     if name == "t5" and torch.__version__ < "2.13":
@@ -293,6 +292,7 @@ def test_compile_makes_one_graph(name):
             torch.compile(model, backend="aot_eager", fullgraph=True)(**batch)
         except torch._dynamo.exc.Unsupported as error:
             pytest.skip(f"{name} itself, not patched, is not one graph: {str(error).splitlines()[0]}")
+    torch._dynamo.reset()
     xfused.patch(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     logits = [compiled(**batch).logits for _ in range(2)]
